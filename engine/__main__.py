@@ -11,7 +11,6 @@ import sys
 
 
 def main() -> int:
-    """Run the process and return its exit code."""
     gc.disable()
     from engine.process import main as run
 

@@ -1,9 +1,8 @@
 """Interface of the engine: messages to and from its process, and how to start it.
 
-This is the only engine module that the server imports, also for names from other modules
-(`implicit_reexport` in `pyproject.toml`). It does not import torch, so the HTTP process never loads
-it. Messages are msgpack over two one-way sockets; there is one message per step, never one per
-token.
+The server imports this engine module alone, also for names of others (`implicit_reexport` in
+`pyproject.toml`). It does not import torch. Messages are msgpack over two one-way sockets, one per
+step and never one per token.
 """
 
 from __future__ import annotations
@@ -67,28 +66,22 @@ class RequestVariant(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: str
     prompt: int
-    """Index of its prompt."""
     seed: int
     max_tokens: int
     num_prompt_logprobs: int | None
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: start the requests of one call. Values that they share are sent once, and are
-    the same objects there.
-    """
+    """To the engine: start the requests of one call, which share values."""
 
     first: Request
-    """The first request, without its prompt."""
+    """Without its prompt."""
     prompts: list[tuple[int, ...]]
     variants: list[RequestVariant]
-    """One for each request."""
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Submit:
-        """Return the message for requests that differ only in their prompts and in the fields of
-        `RequestVariant`.
-        """
+        """Return the message for requests that differ in prompts and `RequestVariant`s alone."""
         prompts = {id(request.prompt_token_ids): request.prompt_token_ids for request in requests}
         number = {name: index for index, name in enumerate(prompts)}
         variants = [
@@ -142,17 +135,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: the grammar of a request can be followed; sent for requests that have
-    one.
-    """
+    """From the engine: the grammar of a request can be followed."""
 
     request_id: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: last message of a request that it cannot serve, or cannot continue to
-    serve.
-    """
+    """From the engine: last message of a request that it cannot serve."""
 
     request_id: str
     message: str
@@ -175,15 +164,12 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """To the engine, on its standard input: the models to load, and the zmq addresses of its
-    messages.
-    """
+    """To the engine on its standard input: models, and the zmq addresses of its messages."""
 
     config: EngineConfig
     inbox: str
     outbox: str
     is_offline: bool
-    """Whether the hub must not be contacted."""
 
 
 ToEngine = Submit | Abort | Stop
@@ -209,11 +195,9 @@ def start_process() -> subprocess.Popen[bytes]:
 def launch(
     process: subprocess.Popen[bytes], config: EngineConfig, inbox: str, outbox: str, is_offline: bool = False
 ) -> None:
-    """Send a new engine process its configuration and the addresses of the sockets it reads from
-    and writes to.
+    """Send an engine process its configuration and sockets.
 
-    is_offline: whether models come from the hub's cache even if the environment allows to ask the
-    hub.
+    is_offline: whether models come from the hub's cache alone.
     """
     # The environment may have changed since the process was started, for instance after a download.
     is_offline = is_offline or os.environ.get("HF_HUB_OFFLINE") == "1"
@@ -224,9 +208,7 @@ def launch(
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Return the seed of the `index`-th of several choices; choice 0 uses the request's own
-    seed.
-    """
+    """Return the seed of the `index`-th of several choices; choice 0 has the request's."""
     # It imports numpy (0.13 s), which `polydraft serve --help` does not need.
     from engine import noise
 

@@ -1,6 +1,4 @@
-"""Checks of a configuration that need neither a model nor torch; the command line runs them before
-it loads anything.
-"""
+"""Checks of a configuration that need neither a model nor torch, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -71,8 +69,9 @@ def early_facts(
     max_model_len: int = 0,
     architecture: str = "",
 ) -> EngineFacts:
-    """Return the facts about an engine that are known before its weights are read. draft: of its
-    draft model or head.
+    """Return the facts that are known before weights are read.
+
+    draft: facts of a draft model or head.
     """
     return EngineFacts(
         vocab_size=vocab_size,

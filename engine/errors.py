@@ -14,34 +14,22 @@ from __future__ import annotations
 from typing import Literal
 
 NON_FINITE = "non_finite_logits"
-"""Error code of a request that was ended because a model computed NaN or infinity; a fault of the
-server.
-"""
+"""A model computed NaN or infinity: a fault of the server."""
 
 NO_END_TOKEN = "no_end_token"
-"""Error code of structured output from a model whose files name no end token; the operator can
-correct it.
-"""
+"""The model's files name no end token, for structured output; the operator can correct it."""
 DEAD_END = "grammar_dead_end"
-"""Error code of structured output after which the grammar allows no token of this model; no client
-can correct it.
-"""
+"""A grammar allows no token of this model any more; no client can correct it."""
 NOTHING_LEFT = "no_token_left"
-"""Error code of a request whose own masks (bad_words, allowed_token_ids, min_tokens) allow no
-token; a fault of the caller.
-"""
+"""A request's own masks (bad_words, allowed_token_ids, min_tokens) allow no token."""
 GRAMMAR_UNAVAILABLE = "grammar_unavailable"
-"""Error code of structured output that this machine cannot serve now: its process was killed,
-cannot start or gets no CPU time. The client may try again.
-"""
+"""A grammar's process was killed, cannot start or gets no CPU; the client may try again."""
 NO_VOCABULARY = "no_vocabulary"
-"""Error code of structured output from a model without a tokenizer.json; the operator can correct
-it.
-"""
+"""The model has no tokenizer.json, for structured output; the operator can correct it."""
 TEMPLATE_FAILED = "chat_template_failed"
-"""Error code of a conversation on which the chat template fails; the operator can correct it."""
+"""The chat template fails on a conversation; the operator can correct it."""
 SERVER_FAULTS = frozenset({NON_FINITE, NO_END_TOKEN, DEAD_END, NO_VOCABULARY, GRAMMAR_UNAVAILABLE, TEMPLATE_FAILED})
-"""Error codes of requests that no client can correct."""
+"""Codes that no client can correct."""
 
 
 class PolydraftError(Exception):

@@ -11,7 +11,7 @@ from itertools import accumulate
 from operator import mul
 
 Fanout = tuple[int, ...]
-"""Children of every drawn node by depth, from the root on; empty if nothing is drawn."""
+"""Children of drawn nodes by depth, from the root; empty if nothing is drawn."""
 
 
 def chains(num_drafts: int, length: int) -> Fanout:
@@ -21,12 +21,10 @@ def chains(num_drafts: int, length: int) -> Fanout:
 
 @lru_cache(maxsize=1024)
 def level_widths(fanout: Fanout) -> tuple[int, ...]:
-    """Return the number of nodes by depth, from 1 on."""
     return tuple(accumulate(fanout, mul))
 
 
 def num_nodes(fanout: Fanout) -> int:
-    """Return the number of nodes, without the root."""
     return sum(level_widths(fanout))
 
 
@@ -46,5 +44,4 @@ def chains_through(fanout: Fanout, depth: int) -> int:
 
 
 def node_of(fanout: Fanout, chain: int, depth: int) -> int:
-    """Return the node of a chain at a depth from 1 on."""
     return 1 + sum(level_widths(fanout)[: depth - 1]) + chain // chains_through(fanout, depth)

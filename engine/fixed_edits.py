@@ -30,7 +30,7 @@ class FixedEdits:
         words = dict.fromkeys(sampling.bad_words)
         self._barred = np.array([word[0] for word in words if len(word) == 1], np.int64)
         self._words: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-        """Bad words of several tokens, by the token before their last one."""
+        """Bad words of several tokens, by the last token but one."""
         for word in words:
             if len(word) > 1:
                 self._words[word[-2]].append(word)
@@ -60,9 +60,7 @@ class FixedEdits:
         return mask
 
     def allowed(self, vocab_size: int, holds_back: bool, tokens: Sequence[int], path: Sequence[int]) -> Bools | None:
-        """Return [V] the tokens that may come after a text and a path below it; None for all.
-        Read-only.
-        """
+        """Return [V] the tokens that may follow a text and a path; None for all. Read-only."""
         allowed = self.mask(vocab_size, holds_back)
         if barred := self.barred_after(tokens, path):
             allowed = np.ones(vocab_size, dtype=bool) if allowed is None else allowed.copy()
@@ -70,10 +68,9 @@ class FixedEdits:
         return allowed
 
     def has_dead_end(self, tokens: Sequence[int], emitted: Sequence[int], num_held: int, vocab_size: int) -> bool:
-        """Whether one of the tokens emitted after a text is masked, which happens only if the masks
-        allow no token.
+        """Return whether an emitted token is masked: then the masks had left none.
 
-        num_held: number of emitted tokens before which end tokens are masked.
+        num_held: emitted tokens before which end tokens are masked.
         """
         for depth, token in enumerate(emitted):
             allowed = self.mask(vocab_size, depth < num_held)
@@ -84,9 +81,7 @@ class FixedEdits:
         return False
 
     def barred_after(self, tokens: Sequence[int], path: Sequence[int]) -> list[int]:
-        """Return the tokens that would complete a bad word of several tokens after a text and a
-        path below it.
-        """
+        """Return the tokens that would complete a bad word of several tokens."""
         if not self._words or not (path or tokens):
             return []
         words = self._words.get(path[-1] if path else tokens[-1])
@@ -103,9 +98,7 @@ class SharedEdits:
         self._known: WeakValueDictionary[tuple[object, ...], FixedEdits] = WeakValueDictionary()
 
     def of(self, sampling: Sampling, ends: tuple[int, ...]) -> FixedEdits:
-        """Return the edits of a request. They are shared by identity of the objects, not by
-        equality of the values.
-        """
+        """Return the edits of a request, shared by identity of the objects."""
         source = sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words
         key = (*map(id, source), ends)
         edits = self._known.get(key)

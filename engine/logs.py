@@ -1,6 +1,4 @@
-"""Log lines: text for people, or one JSON object per line for machines. `log_fields` adds fields to
-a line.
-"""
+"""Log lines: text for people, or one JSON object a line; `log_fields` adds fields."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 _PLAIN = re.compile(r"[!#-~]+")
-"""A value that needs no quotes: no space, no quote, nothing outside ASCII."""
+"""A value that needs no quotes."""
 
 
 def log_fields(**values: Any) -> dict[str, Any]:
@@ -42,9 +40,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object: time, level, message, the line's fields, and the traceback if there is
-    one.
-    """
+    """One JSON object: time, level, message, fields, and a traceback if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the object as a line."""

@@ -10,28 +10,26 @@ from engine.fanout import Fanout
 from engine.request import Sampling, Speculation
 
 TEXT = 1
-"""The distribution depends on the row's text (penalties, masks, bias)."""
+"""Penalties, masks or bias depend on the row's text."""
 SHIFTS = 2
-"""Pending target shifts change the distribution."""
 SEED_STABLE = 4
-"""The request is seed-stable: drafts must not change its answer (`sampling/stable.py`)."""
+"""Drafts must not change the answer (`sampling/stable.py`)."""
 RULE = 8
-"""The rule that verifies the drafts is no race."""
+"""The rule is no race."""
 LOSSY = 16
-"""Acceptance is lossy."""
 TREE = 32
 """The drafts are a tree, or depend on each other."""
 TEXT_DRAFTS = 64
-"""The row has text drafts."""
 DISTRIBUTION_NEEDS = TEXT | SHIFTS | SEED_STABLE
-"""Needs that a row has with and without drafts; no recorded step meets them."""
+"""Needs with and without drafts; no recorded step meets them."""
 RACES = frozenset({"block", "bv_race"})
 """Rules that are races of independent chains."""
 
 
 def needs_of_distribution(has_context: bool, has_shifts: bool, sampling: Sampling) -> int:
-    """Return the needs of a row's distribution. has_context, has_shifts: whether it has `Row.text`,
-    `Row.shifts`.
+    """Return the needs of a row's distribution.
+
+    has_context, has_shifts: whether it has `Row.text`, `Row.shifts`.
     """
     return TEXT * has_context | SHIFTS * has_shifts | SEED_STABLE * sampling.seed_stable
 

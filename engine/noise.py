@@ -28,26 +28,23 @@ MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 MIX_2 = np.uint64(0x94D049BB133111EB)
 
 LARGEST = 1 - 2.0**-53
-"""The largest number below 1; the sum of the largest word and a half would be rounded to 1."""
+"""Largest number below 1; the sum of the largest word and a half would be rounded to 1."""
 
 
 class Purpose(IntEnum):
-    """Decision for which a random number is used. Rules see the numbers of five purposes as a
-    `ChainNoise`.
-    """
+    """Decision that a random number is for. Rules see five purposes as a `ChainNoise`."""
 
     DRAFT = 1
     ACCEPT = 2
     RESIDUAL = 3
     SCORE = 4
     CHOICE = 5
-    """Not a decision of a step: the seed of one of several choices (`choice_seed`)."""
+    """Seed of one of several choices (`choice_seed`)."""
     CHOSEN_ACCEPT = 6
     CHOSEN_RESIDUAL = 7
     OBSERVE = 8
     """Steps and rows whose gap to the optimum is reported."""
     TEXT_DRAFT = 9
-    """Text drafts."""
     CLOCK = 10
 
 
@@ -77,8 +74,7 @@ def uniform(
     chain: npt.ArrayLike = 0,
     depth: npt.ArrayLike = 0,
 ) -> npt.NDArray[np.float64]:
-    """Return uniform numbers strictly inside (0, 1); the arguments broadcast (at least one
-    dimension).
+    """Return uniform numbers strictly inside (0, 1); arguments broadcast (one dimension or more).
 
     purpose: one `Purpose`, or several, to draw for them in one call.
     """
@@ -87,9 +83,7 @@ def uniform(
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Return the seed of the `index`-th of several choices; choice 0 uses the request's own
-    seed.
-    """
+    """Return the seed of the `index`-th of several choices; choice 0 has the request's."""
     if index == 0:
         return seed
     return int(hash_words(seed, index, int(Purpose.CHOICE)).view(np.int64)[0])

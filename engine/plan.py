@@ -35,11 +35,11 @@ def num_text_nodes(drafts: Sequence[TextDraft]) -> int:
 
 
 def first_draft_key(draft_kv_first: int, draft_read_first: int, end: int, window: int) -> int:
-    """Return the index of the first token that the draft model sees: it sees all tokens that it
-    computes now and its window before `end`, as far as they have draft K/V.
+    """Return the index of the first token that the draft model sees.
 
-    draft_kv_first, window: as in `Row`; draft_read_first: index of the first token that it computes
-    now; end: index after the last known token of the pass.
+    It sees its window before `end` and all that it computes now, as far as they have draft K/V.
+    draft_kv_first, window: as in `Row`; draft_read_first: first token that it computes now; end:
+    index after the last known token of the pass.
     """
     nearest = min(draft_read_first, end - window) if window else 0
     return max(draft_kv_first, nearest)
@@ -47,26 +47,23 @@ def first_draft_key(draft_kv_first: int, draft_read_first: int, end: int, window
 
 @dataclass(frozen=True, slots=True)
 class TargetShift:
-    """A change of the target distribution, caused by an earlier step of the sequence
-    (`speculation.target_shift`).
-    """
+    """Change of the target distribution by an earlier step (`speculation.target_shift`)."""
 
     remaining: int
-    """Number of positions, from the next token on, for which it holds."""
+    """Positions for which it holds, from the next token on."""
     state: tuple[float, float, float, float]
     num_chains: int
 
 
 class Grammar(Protocol):
-    """Masks of an answer's next tokens: by the client's grammar, by a budget of thoughts, or by one
-    after the other.
-    """
+    """Masks of next tokens, by a grammar, a budget of thoughts, or one after the other."""
 
     def masks(
         self, answer: Sequence[int], paths: Sequence[Sequence[int]]
     ) -> Callable[[], list[npt.NDArray[np.bool_] | None]]:
-        """Ask which tokens may follow each path below an answer: [V], or None if all may, also
-        below a path that has ended. The returned function waits for the masks.
+        """Ask which tokens may follow each path below an answer; the returned function waits.
+
+        [V], or None if all may, also below a path that has ended.
         """
 
     def check_answer(self, emitted: Sequence[int]) -> None:
@@ -75,68 +72,57 @@ class Grammar(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LogitContext:
-    """Inputs of a row's distribution besides its logits: the text, and the tokens that may follow
-    it.
-    """
+    """Text of a row, and the tokens that may follow it."""
 
     tokens: tuple[int, ...]
     """Prompt and answer so far."""
     num_prompt: int
     fixed: FixedEdits
-    """Edits of the request that are the same in every step; they mask end tokens before
-    `min_tokens`.
-    """
+    """Edits that are the same in every step; they mask end tokens before `min_tokens`."""
     counts: TextCounts
-    """Counts of the text, carried from step to step."""
+    """Carried from step to step."""
     min_tokens: int = 0
     grammar: Grammar | None = None
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence's part of a step. (A msgspec struct, because one is created for every sequence
-    in every step.)
-    """
+    """One sequence's part of a step (a msgspec struct, as every step makes many)."""
 
     sequence_id: int
     input_ids: tuple[int, ...]
-    """Tokens the target computes, at indices `first_index` and on."""
+    """Tokens of the target's pass, from index `first_index`."""
     first_index: int
     draft_input_ids: tuple[int, ...]
-    """Tokens the draft model computes, at `draft_first_index` and on; they end where `input_ids`
-    end if the row draws.
-    """
+    """Tokens of the draft model from `draft_first_index`; they end with `input_ids` if it draws."""
     draft_first_index: int
     draft_kv_first: int = 0
-    """Index of the first token with draft K/V, now or later; the draft model sees no token before
-    it.
-    """
+    """First token with draft K/V, now or later; the draft model sees none before it."""
     draft_window: int = 0
     """Tokens before its drafts that the draft model sees; 0 is all."""
     block_ids: tuple[int, ...]
     draft_block_ids: tuple[int, ...] | None = None
-    """Blocks of the draft model's K/V, valid from `first_draft_key` on; None if they are
-    `block_ids`, or if the sequence has none yet.
+    """Blocks of draft K/V from `first_draft_key` on.
+
+    None if shared with the target, or none yet.
     """
     emits: bool
     sampling: Sampling
     speculation: Speculation
-    """Speculation of the request; `fanout` is the part of it that this step drafts."""
+    """Of the request; `fanout` is what this step drafts."""
     fanout: Fanout
-    """Children of every drawn node by depth; empty when nothing is drawn."""
+    """Children of drawn nodes by depth; empty if nothing is drawn."""
     text_drafts: tuple[TextDraft, ...] = ()
-    """Text drafts of this step."""
     shifts: tuple[TargetShift, ...] = ()
-    """Changes of the target distribution that hold for this step, oldest first."""
+    """Oldest first."""
     text: LogitContext | None = None
     """Set if the distribution depends on it."""
     num_logprobs: int | None = None
-    """Number of likeliest tokens to report with each emitted one; None reports nothing."""
+    """Likeliest tokens to report with each emitted one; None reports nothing."""
     num_prompt_logprobs: int = 0
-    """Number of likeliest tokens to report with each of `prompt_next`."""
+    """Likeliest tokens to report with each of `prompt_next`."""
     prompt_next: tuple[int, ...] = ()
-    """Prompt tokens that follow the first input ids, if their logprobs are requested."""
+    """Prompt tokens after the first input ids, if their logprobs are requested."""
     reports_drafts: bool = False
-    """Whether the emission includes the chains."""
     request_id: str = ""
 
     @property
@@ -162,9 +148,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end(self) -> int:
-        """Return the index after the last input id, which is the index of the first drafted or
-        emitted token.
-        """
+        """Return the index after the last input id, that of the first drafted or emitted token."""
         return self.first_index + len(self.input_ids)
 
     @property
@@ -189,16 +173,15 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_text_draft(self) -> int:
-        """Return the rank of the first text draft. Drawn chains come first; a row that draws none
-        has one chain of length 0.
+        """Return the rank of the first text draft, after the drawn chains.
+
+        A row that draws none has one chain of length 0.
         """
         return max(1, self.num_drafts)
 
     @property
     def longest_chain(self) -> int:
-        """Return the length of the longest chain, drawn or text draft; 0 if the row does not
-        speculate.
-        """
+        """Return the longest chain's length, drawn or text; 0 if the row does not speculate."""
         return max([len(self.fanout), *[len(draft.tokens) for draft in self.text_drafts]])
 
     @property
@@ -208,16 +191,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of drawn nodes, before equal ones are merged, and of nodes of text
-        drafts.
-        """
+        """Return the nodes of text drafts and drawn ones, before equal ones are merged."""
         return num_nodes(self.fanout) + num_text_nodes(self.text_drafts)
 
     @property
     def num_tokens(self) -> int:
-        """Return the most tokens that the row adds to a pass of the target or the draft model,
-        before equal prefixes are merged.
-        """
+        """Return the most tokens that the row adds to a pass, before merging."""
         return max(len(self.input_ids) + self.num_nodes, len(self.draft_input_ids))
 
 
@@ -234,34 +213,27 @@ class Plan:
 
 
 class Emission(msgspec.Struct, frozen=True):
-    """Tokens that one sampling row emits: accepted draft tokens, then one more token (a msgspec
-    struct, as a row is).
-    """
+    """Tokens that a row emits: accepted drafts and one more (a msgspec struct, as a row is)."""
 
     accepted: tuple[int, ...]
     next_token: int
     num_nodes: int
-    """Drafted nodes the target verified for this row."""
+    """Verified nodes."""
     num_draft_kept: int = 0
-    """Number of accepted tokens with K/V in the draft model's cache."""
+    """Accepted tokens with K/V of the draft model."""
     text_draft_counts: tuple[DrafterCount, ...] = ()
-    """Contributions of the text drafts."""
     shifts: tuple[TargetShift, ...] = ()
-    """Changes of the target distribution that hold after these tokens, oldest first."""
+    """Oldest first; they hold after these tokens."""
     gap: float | None = None
-    """Optimum acceptance minus the rule's own at the first position; None if it was not
-    observed.
-    """
+    """Optimum acceptance minus the rule's at the first position; None if not observed."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One per token, if the row asked for them."""
     bias: float = 0.0
-    """Distance from the target distribution that lossy acceptance allowed at these tokens, summed
-    over positions.
-    """
+    """Distance from the target by lossy acceptance, summed over positions."""
     chains: tuple[tuple[int, ...], ...] = ()
-    """Drafted chains, if the row reports them: drawn chains first, then text drafts."""
+    """Drawn chains, then text drafts, if the row reports them."""
     rank: int = 0
-    """Rank of the row's chain that the accepted path follows."""
+    """Rank of the chain that the accepted path follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,10 +242,6 @@ class StepVerdict:
 
     emissions: tuple[Emission, ...]
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
-    """Logprobs of the tokens in `prompt_next`, one entry per row of the plan; empty if no row asks
-    for them.
-    """
+    """Logprobs of `prompt_next`, one entry per row; empty if none asks."""
     broken: frozenset[int] = frozenset()
-    """Ids of sequences whose emission is invalid, because a model computed non-finite numbers. They
-    are ended.
-    """
+    """Ids of sequences whose models computed non-finite numbers; they are ended."""

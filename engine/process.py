@@ -1,8 +1,7 @@
 """The engine process: read the inbox, run a step, deliver the results, repeat.
 
-One thread owns all engine state and the device. A request that cannot be served is answered with a
-`Refused`; any other error ends the process with a `Failed`. The process exits when its parent has
-ended.
+One thread owns all engine state and the device. `Refused` answers a request that cannot be served;
+any other error ends the process with `Failed`. It exits with its parent.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ class Loop:
         self.idle = IdleSteps(engine)
         self._unread: deque[ToEngine] = deque()
         self._result: StepResult | None = None
-        """Result of the last step if it has not been delivered."""
+        """Result of the last step until it is delivered."""
 
     def read(self) -> bool:
         """Do what the waiting messages ask for; return False at a `Stop`."""
@@ -124,9 +123,7 @@ class Loop:
         return True
 
     def _wait_ms(self) -> int:
-        """Return how long to wait for a message: 0 while there is work, and a short time while a
-        grammar is being read.
-        """
+        """Return how long to wait for a message: 0 with work, shortly while a grammar is read."""
         engine = self._engine
         if self._unread or engine.scheduler.has_work:
             return 0
@@ -196,9 +193,7 @@ def start(config: EngineConfig, mailbox: Mailbox) -> Engine:
 
 
 def main() -> int:
-    """Run the process; return 0 after a stop, 1 after an engine or load error, 2 for a bad
-    configuration.
-    """
+    """Run; return 0 after a stop, 1 after an engine or load error, 2 for a bad config."""
     with contextlib.suppress(Exception):  # raised again, and reported, by `start`
         # Here, because it takes seconds, in which the other process reads its settings.
         import engine.start.starting  # noqa: F401

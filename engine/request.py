@@ -11,25 +11,22 @@ from engine.fanout import Fanout
 
 _MIN_TEMPERATURE = 1e-5
 GRAMMAR = "grammar"
-"""Field that errors of grammars name; the server replaces it by the field that the client sent."""
+"""Field in errors of grammars, for which the server puts the client's."""
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
     """Thoughts at the beginning of an answer, between an opening mark and a closing token."""
 
     opens: tuple[int, ...]
-    """Tokens of the opening mark."""
     closes: int
     between: tuple[int, ...] = ()
     """Tokens after closed thoughts, before further thoughts or the lead."""
     lead: tuple[int, ...] = ()
-    """Tokens of the mark that begins the rest of the answer. Without one, the rest follows the
-    closing token.
-    """
+    """Mark that begins the rest of the answer; empty if it follows the closing token."""
     is_begun: bool
-    """Whether the prompt has opened the thoughts; otherwise the first tokens of the answer may."""
+    """Whether the prompt has opened the thoughts; else the answer's first tokens may."""
     budget: int | None = None
-    """Most tokens of the thoughts; then they are closed."""
+    """Most tokens of the thoughts, which are closed then."""
     may_end: bool = True
     """Whether the answer may end in them."""
 
@@ -42,29 +39,28 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     """Sample from the k most likely tokens; 0 uses all."""
     top_p: float = 1.0
-    """Sample from the smallest set of tokens with this probability; 1 uses all."""
+    """Sample from the smallest set with this probability; 1 uses all."""
     min_p: float = 0.0
-    """Drop tokens below this share of the most likely token's probability."""
+    """Drop tokens below this share of the largest probability."""
     repetition_penalty: float = 1.0
-    """Above 1, tokens of the text (prompt and answer) become less likely."""
+    """Above 1, tokens of prompt and answer become less likely."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time it is in the answer."""
+    """Subtracted from a logit for each time the token is in the answer."""
     presence_penalty: float = 0.0
-    """Subtracted from a token's logit if it is in the answer."""
+    """Subtracted from a logit if the token is in the answer."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token, addend of its logit)."""
     allowed_token_ids: tuple[int, ...] = ()
     """Only these may be emitted; empty allows all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of tokens that may not be emitted."""
     grammar: str = ""
-    """Grammar of the answer in llguidance's format; empty allows everything."""
+    """In llguidance's format; empty allows everything."""
     thinking: Thinking | None = None
-    """Thoughts that have a budget, or come before the part that follows the grammar."""
+    """Thoughts with a budget, or before the part that follows the grammar."""
     seed_stable: bool = False
-    """Whether the same seed gives the same answer for any drafts (`sampling/stable.py`)."""
+    """Whether a seed gives one answer for any drafts (`sampling/stable.py`)."""
     seed: int = 0
-    """Every random number of the request is a function of this (64 bits)."""
+    """All random numbers are a function of it (64 bits)."""
 
     @property
     def has_penalties(self) -> bool:
@@ -79,16 +75,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_certain(self) -> bool:
-        """Whether distribution and seed allow one token only: drafts are right or wrong, and no
-        rule is needed.
-        """
+        """Return whether distribution and seed allow one token only, so no rule is needed."""
         return self.is_greedy or self.seed_stable
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token has probability 1: a smaller temperature would overflow
-        float32.
-        """
+        """Return whether the most likely token has probability 1; less would overflow float32."""
         return self.temperature < _MIN_TEMPERATURE
 
 
@@ -97,7 +89,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_tokens: int = 16
     min_tokens: int = 0
-    """Number of tokens before which no end token and no stop token is allowed."""
+    """Tokens before which no end token and no stop token is allowed."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
@@ -107,34 +99,25 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
     rule: str = "bv_race"
     num_drafts: int = 0
-    """Chains drawn per step (leaves of a tree); 0 draws none: plain decoding, unless `drafters` has
-    text drafters.
-    """
+    """Chains drawn per step (leaves of a tree); 0 draws none."""
     draft_length: int = 0
     """Tokens in a chain (depth of a tree)."""
     draft_method: str = ""
-    """Method of drawing the children of one node; empty is the rule's own method."""
+    """Method of drawing a node's children; empty is the rule's own."""
     tree: tuple[int, ...] = ()
-    """Children of every node by depth, `draft_length` entries with product `num_drafts`; empty is
-    chains that part at the root.
-    """
+    """Children by depth, with product `num_drafts`; empty is chains from the root."""
     drafters: tuple[str, ...] = (MODEL,)
-    """Sources of drafts: the draft model, `prompt_lookup`, the request's `prediction`,
-    `earlier_answers`.
-    """
+    """Sources: `model`, `prompt_lookup`, `prediction`, `earlier_answers`."""
     adaptive: bool = False
-    """Whether the engine chooses the shape, and how much of text drafts, by load and acceptance
-    (`engine.control`). `num_drafts` is then the maximum of chains, and `num_drafts * draft_length`
-    the maximum of drafted tokens, so fewer chains may be longer.
+    """Whether the engine chooses the shape by load and acceptance (`engine.control`).
+
+    The limit is num_drafts chains and num_drafts x draft_length tokens, so fewer
+    chains may be longer.
     """
     over_acceptance: float = 0.0
-    """Lossy: drafts are accepted as if the target probabilities were larger by this amount; 0 is
-    exact.
-    """
+    """Lossy: target probabilities seem larger by this amount; 0 is exact."""
     over_acceptance_residual: Literal["optimal", "target"] = "optimal"
-    """Lossy: distribution from which rejected drafts are replaced: `optimal` (Theorem 4 of Yin et
-    al.) or `target`.
-    """
+    """Lossy: law that replaces rejected drafts, `optimal` (Theorem 4 of Yin et al.) or `target`."""
 
     @property
     def uses_text_drafts(self) -> bool:
@@ -153,9 +136,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fanout(self) -> Fanout:
-        """Return the children of every drawn node by depth; if the engine chooses the shape, the
-        maximum.
-        """
+        """Return the children by depth, the maximum if the engine chooses the shape."""
         if not self.num_drafts:
             return ()
         return self.tree or (self.num_drafts, *(1,) * (self.draft_length - 1))
@@ -179,7 +160,7 @@ class DrafterCount(msgspec.Struct, frozen=True, array_like=True):
     name: str
     num_chains: int
     num_nodes: int
-    """Nodes the target verified, each counted for one drafter."""
+    """Verified nodes, each counted for one drafter."""
     num_accepted: int
 
 
@@ -187,7 +168,6 @@ class TextDraft(msgspec.Struct, frozen=True):
     """A chain that was found in a text instead of drawn."""
 
     source: str
-    """Drafter that found it."""
     tokens: tuple[int, ...]
 
 
@@ -200,22 +180,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = Limits()
     speculation: Speculation = Speculation()
     num_logprobs: int | None = None
-    """Report each emitted token's logprob, and this many of the likeliest tokens; None reports
-    nothing.
-    """
+    """Likeliest tokens reported with each emitted one; None reports no logprobs."""
     priority: int = 0
-    """Lower is served earlier and preempted later; equal priorities are served in order of
-    arrival.
-    """
+    """Lower is served earlier and preempted later; equal ones by arrival."""
     prediction: tuple[int, ...] = ()
     """Predicted text of the answer."""
     cache_salt: str = ""
     """K/V is shared among requests of the same salt only."""
     client: str = ""
-    """Opaque name of the client: clients take turns in steps and when they wait for grammars."""
+    """Opaque name; clients take turns in steps and in the queue of grammars."""
     num_prompt_logprobs: int | None = None
-    """Number of likeliest tokens to report for each prompt token except the first; None reports
-    nothing.
-    """
+    """Likeliest tokens reported for each prompt token but the first; None reports nothing."""
     reports_drafts: bool = False
-    """Report the chains of every step."""

@@ -1,6 +1,4 @@
-"""Counts of the tokens of an answer, for penalties; a step counts only the tokens added since the
-last one.
-"""
+"""Counts of an answer's tokens, for penalties; a step counts only the new ones."""
 
 from __future__ import annotations
 

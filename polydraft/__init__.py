@@ -1,6 +1,5 @@
-"""The `polydraft` command as it is installed: it checks that the project's own packages are found,
-then runs them.
+"""The installed `polydraft` command: it checks that its own packages are found, and runs.
 
-The project's packages have common names (`server`, `engine`), so this one, whose name is not
-common, starts them.
+The project's packages have common names (`server`, `engine`), so this one, whose name is
+not common, starts them.
 """

@@ -1,5 +1,4 @@
-"""Check that imports of the project's packages find the project's files, and no other package of
-the same name.
+"""Checks that imports find the project's packages, and none of the same name elsewhere.
 
 Nothing is imported: a search of the path for each name takes a millisecond together.
 """
@@ -20,8 +19,7 @@ _ADVICE = (
 
 
 def shadow(root: Path | None = None) -> str | None:
-    """Return one line about the first package that another one hides or has replaced; None if there
-    is none.
+    """Return one line about the first hidden or replaced package, or None.
 
     root: folder of the project's packages.
     """
@@ -41,9 +39,7 @@ def shadow(root: Path | None = None) -> str | None:
 
 
 def _place(spec: ModuleSpec) -> str:
-    """Return the file that an import would read; for a package without `__init__.py` one of its
-    folders.
-    """
+    """Return the file that an import would read, or a folder of a namespace package."""
     if spec.origin is not None:
         return spec.origin
     return next(iter(spec.submodule_search_locations or ()), spec.name)
@@ -56,9 +52,7 @@ def _are_same(imported: str, expected: Path) -> bool:
 
 
 def _installed_sizes(folder: Path) -> dict[str, int]:
-    """Return the size in bytes of each package's `__init__.py` as it was installed; empty for a
-    checkout.
-    """
+    """Return each installed package's size of `__init__.py`; empty for a checkout."""
     record = next(folder.glob("polydraft-*.dist-info/RECORD"), None)
     if record is None:
         return {}

@@ -1,6 +1,4 @@
-"""The `polydraft` command. Each subcommand imports its modules only when it is chosen, so that help
-is fast.
-"""
+"""The `polydraft` command; subcommands import their modules when chosen, so help is fast."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The daemon: binds the address, listens, loads the models in the background, drains, and chooses
-the exit code.
+"""The daemon: binds, loads the models in the background, serves, drains, and exits.
 
 Exit codes: 0 after a drain, 1 after a failure of the engine or of loading, 2 for a bad
 configuration, 3 if the address cannot be bound.
@@ -55,8 +54,9 @@ log = logging.getLogger("polydraft")
 _IDLE_CONNECTION_S = 120
 _MOST_FILES = 1 << 16
 _RESERVED_FILES = 48
-"""Files that may be opened after the start, other than connections: uploads, a new engine after a
-sleep, connections accepted in one round of the loop.
+"""Files opened after the start besides connections.
+
+Uploads, a new engine after a sleep, connections accepted in one round of the loop.
 """
 _FEW_CONNECTIONS = 64
 _LAST_EVENTS_S = 1.2
@@ -88,10 +88,10 @@ def engine_client(settings: Serve, config: EngineConfig) -> EngineClient:
 
 
 def run(settings: Serve, config: EngineConfig, listener: socket.socket, process: subprocess.Popen[bytes]) -> int:
-    """Serve until a signal stops the daemon, and return the exit code; process: a new one for the
-    engine.
+    """Serve until a signal stops the daemon; return the exit code.
 
-    Raises ConfigError for a tokenizer or a chat template that cannot be used.
+    process: a new one for the engine. Raises ConfigError for an unusable
+    tokenizer or chat template.
     """
     client = engine_client(settings, config)
     # The engine takes longest to load, so it starts before the tokenizer is read.
@@ -113,9 +113,7 @@ def run(settings: Serve, config: EngineConfig, listener: socket.socket, process:
 
 
 def build_server(settings: Serve, client: EngineClient) -> Server:
-    """Build the state that the routes share. Raises ConfigError for a tokenizer or a template that
-    cannot be read.
-    """
+    """Build the state that routes share; raise ConfigError for a tokenizer or template."""
     model = client.config.model
     tokenizer_source, revision = model.tokenizer_source
     tokenizer = Tokenizer(
@@ -150,9 +148,7 @@ def build_server(settings: Serve, client: EngineClient) -> Server:
 
 
 def _chat_template(settings: Serve) -> str | None:
-    """Return the text of the chat template of `--chat-template`. Raises ConfigError if it cannot be
-    read.
-    """
+    """Return the text of `--chat-template`; raise ConfigError if it cannot be read."""
     source = SHIPPED.get(settings.chat_template or "", settings.chat_template)
     if not source:
         return None
@@ -304,9 +300,7 @@ class _Daemon:
 
 
 def _uvicorn_config(server: Server, waiting: Waiting, batches: Batches | None = None) -> uvicorn.Config:
-    """Return the loaded settings of the HTTP server. Raises ConfigError for a TLS key or
-    certificate that cannot be used.
-    """
+    """Return uvicorn's settings; raise ConfigError for an unusable TLS key or certificate."""
     settings = server.settings
     if settings.ssl_keyfile and not settings.ssl_certfile:
         raise ConfigError("--ssl-keyfile: a key without its --ssl-certfile")
@@ -337,8 +331,9 @@ def _uvicorn_config(server: Server, waiting: Waiting, batches: Batches | None = 
 
 
 def most_connections(wanted: int) -> int:
-    """Raise the limit of open files to the system's maximum, and return the number of connections
-    that may be open: the wanted number, or all that the limit allows for 0.
+    """Raise the limit of open files, and return how many connections may be open.
+
+    The wanted number, or all that the limit allows for 0.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most_files = _MOST_FILES

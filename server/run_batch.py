@@ -1,5 +1,4 @@
-"""`polydraft run-batch`: answers the lines of a file without a daemon, and goes on where an earlier
-run has ended.
+"""`polydraft run-batch`: answers a file's lines without a daemon, and resumes.
 
 Until all lines are answered, a file next to the output has the name of the run. The random numbers
 of a line follow from this name, so a line that is attempted again draws the same numbers.
@@ -43,8 +42,7 @@ _WAITING = 8
 
 
 def run_batch(command: BatchCommand, config: EngineConfig, process: subprocess.Popen[bytes]) -> int:
-    """Answer the lines, and return the exit code: 0 once all are in the output, 1 after a failure
-    or a signal.
+    """Answer the lines; return 0 once all are in the output, 1 after a failure or signal.
 
     process: a new one for the engine. Raises ConfigError for files that cannot be used.
     """
@@ -77,9 +75,7 @@ def _run_file(command: BatchCommand) -> Path:
 
 
 def _run_name(command: BatchCommand) -> str:
-    """Return the name of the run that the output belongs to; a new one is stored before any line
-    begins. Raises ConfigError if it cannot be.
-    """
+    """Return the run's name, stored before any line begins; raise ConfigError if it fails."""
     path = _run_file(command)
     try:
         if command.overwrites:
@@ -112,8 +108,8 @@ def _lines_of(path: Path) -> list[InputLine]:
 def _lines_left(command: BatchCommand, lines: Sequence[InputLine]) -> tuple[int, list[InputLine]]:
     """Return the number of lines that the output has already, and the other lines.
 
-    Removes the last line of the output if it is not whole. Raises ConfigError for an output of
-    other lines.
+    Removes the last line of the output if it is not whole. Raises ConfigError for an
+    output of other lines.
     """
     path = command.output_file
     if path.exists() and path.samefile(command.input_file):
@@ -135,9 +131,7 @@ def _lines_left(command: BatchCommand, lines: Sequence[InputLine]) -> tuple[int,
 
 
 def _ids_of(output: BinaryIO) -> Iterator[str | None]:
-    """Yield the ids of the answers in a file; None for what is no answer. Cuts off a last line that
-    is not whole.
-    """
+    """Yield the ids of answers in a file, None for other lines; cut off a partial line."""
     end = 0
     for text in output:
         if not text.endswith(b"\n"):
@@ -162,9 +156,7 @@ class _Run:
     def __init__(
         self, command: BatchCommand, server: Server, lines: Sequence[InputLine], num_done: int, name: str
     ) -> None:
-        """lines: without an answer yet. num_done: lines that have one. name: decides the random
-        numbers.
-        """
+        """lines: without an answer yet; num_done: the others. name: decides the random numbers."""
         self._command = command
         self._server = server
         self._client = server.client

@@ -32,9 +32,7 @@ def start_lines(facts: EngineFacts, server: Server, address: str) -> list[str]:
 
 
 def reachable(address: str) -> str:
-    """Return an address that a browser on this machine can open; a wildcard host becomes
-    localhost.
-    """
+    """Return an address for a browser on this machine; wildcards become localhost."""
     return re.sub(r"//(0\.0\.0\.0|\[::\]):", "//localhost:", address)
 
 

@@ -27,9 +27,7 @@ class Server:
     observer: Observer
     model_name: str
     dialogue: Dialogue
-    """Format of the model's calls, and the parts of its answers that are not separated from
-    text.
-    """
+    """Format of the model's calls, and the unseparated parts of its answers."""
     has_thinking_switch: bool = False
     """Whether the chat template has variables that switch thinking on or off."""
     thoughts: ThoughtMarks | None = None

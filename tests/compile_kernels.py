@@ -1,5 +1,4 @@
-"""Compiles every Triton kernel for compute capability 9.0, where there need not be a device; prints
-their names.
+"""Compiles every Triton kernel for compute capability 9.0, without a device.
 
 Threads compile at the same time, as they do at the first start on a device.
 """
@@ -45,17 +44,13 @@ _ATTENTION = {
 _SHARED_BYTES = 227 << 10
 """Memory that a program may share on an H100 or H200."""
 _STACK_BYTES = 16
-"""Most bytes of a thread's stack: two numbers of the prologue, each stored once and loaded once
-after the loops.
-"""
+"""Most bytes of a thread's stack: two numbers of the prologue, stored and loaded once."""
 _INTEGERS = ("shares", "node_positions", "limits", "positions", "pages")
 _ALIGNED = (
     *("query", "keys", "values", "output", "lse", "query_head_stride", "query_token_stride", "num_heads"),
     *_INTEGERS,
 )
-"""Arguments of attention that 16 divides for every model; without them its tiles would need more
-registers.
-"""
+"""Arguments of attention that 16 always divides; else its tiles would need more registers."""
 
 
 def compiled(
@@ -84,9 +79,7 @@ def compiled(
 
 
 def resources(code: Any) -> dict[str, int]:
-    """Return what a compiled kernel takes of a device, as the tools that come with Triton report
-    it.
-    """
+    """Return a compiled kernel's resources, by the tools that come with Triton."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(code.asm["cubin"])
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -95,9 +88,7 @@ def resources(code: Any) -> dict[str, int]:
 
 
 def reads_before_it_writes(code: Any) -> bool:
-    """Whether all threads have read what they move before any writes: that shows in no
-    interpreter.
-    """
+    """Return whether all threads have read what they move before any writes."""
     ptx = code.asm["ptx"]
     last_read, first_write = ptx.rindex("ld.global"), ptx.index("st.global")
     return any(last_read < found.start() < first_write for found in re.finditer(r"bar(rier)?\.sync", ptx))
@@ -153,9 +144,7 @@ def compile_layer(dtype: str) -> None:
 
 
 def model_kernels() -> Iterator[Callable[[], object]]:
-    """Yield compilations of the kernels of layers and K/V in the kinds that are served; attention
-    also with what some models add.
-    """
+    """Yield compilations of kernels of layers and K/V, in the kinds that are served."""
     own = dict.fromkeys(_INTEGERS, "*i32") | {"words": "*i64", "output": "*fp32", "lse": "*fp32"}
     own |= {"scale": "fp32", "softcap": "fp32"}
     for dtype in ("*bf16", "*fp16", "*fp32"):

@@ -1,5 +1,4 @@
-"""Compile the CPU kernels that most tests use, before the workers of `make test` start: each worker
-would compile them.
+"""Compiles the CPU kernels that most tests use, once for all workers of `make test`.
 
 Only the first run after a kernel has changed takes long (most of a minute of a core).
 """

@@ -134,9 +134,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_collection_finish() -> None:
-    """Everything imported by now stays: Python need not look through it for garbage again and
-    again.
-    """
+    """Exempt everything imported by now from garbage collection."""
     gc.freeze()
     gc.enable()
     if "numba" in sys.modules:

@@ -26,9 +26,7 @@ def leave_out_compiling() -> None:
 
 @cache
 def slowness() -> float:
-    """Return how much longer this machine takes for a piece of work than the machine on which the
-    limit was chosen; at least 1.
-    """
+    """Return how much slower this machine is than that of the limits; at least 1."""
     return max(1.0, min(_work_s() for _ in range(5)) / _USUAL_WORK_S)
 
 

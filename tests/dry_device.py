@@ -5,8 +5,8 @@ but no numbers. Tensors of the host are real. Every operation that reaches torch
 looked at before it runs, and the launch of every Triton kernel is replaced by a check of its
 arguments. What the host reads from the device is zero.
 
-While work is captured, whatever CUDA does not allow there raises `NotOnADevice`, with the
-operation's name.
+While work is captured, whatever CUDA does not allow there raises `NotOnADevice`,
+with the operation's name.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ class DryDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
-        """`read` (the host waits), `wait` (an event), `pinned copy` and `pageable copy` to the
-        device, `replay`, and launches of kernels by name.
+        """Waits, copies, replays, and launches of kernels by name.
+
+        `read` (the host waits), `wait` (an event), `pinned copy` and `pageable copy`
+        to the device, `replay`.
         """
         self.places: Counter[str] = Counter()
         """Lines at which the host has waited."""
@@ -222,9 +224,7 @@ class DryDevice(TorchDispatchMode):
         self.places[f"{name}: {_place()}"] += 1
 
     def _grouped(self, name: str, operation: Any, operands: Any, options: Any) -> Tensor:
-        """Multiply groups in a type for which the host reads where they end; fake tensors know
-        bfloat16 alone.
-        """
+        """Multiply groups whose ends the host reads; fake tensors know bfloat16 alone."""
         self._read(name)
         rows, weights, *more = operands
         with _FAKE:
@@ -232,8 +232,9 @@ class DryDevice(TorchDispatchMode):
             return product.to(rows.dtype)
 
     def _with_places(self, name: str, operands: Any) -> Any:
-        """Return the operands of an index with the places that masks name, which the host waits
-        for. A mask that gets one number of the host is filled without that.
+        """Return an index's operands with the places that masks name, for which the host waits.
+
+        A mask that gets one number of the host is filled without that.
         """
         of, indices, *values = operands
         masks = [index for index in indices if index is not None and index.dtype == torch.bool]
@@ -257,9 +258,7 @@ class DryDevice(TorchDispatchMode):
 
 
 def _known_or_zero(tensor: Tensor) -> Tensor:
-    """Return the numbers that the host copied to a tensor, if nothing has been written to it; zeros
-    for others.
-    """
+    """Return numbers that the host copied and nothing has written to; else zeros."""
     known: Tensor | None = getattr(tensor, "known", None)
     return torch.zeros(tensor.shape, dtype=tensor.dtype) if known is None else known
 
@@ -286,9 +285,7 @@ def _place() -> str:
 
 
 def _keep(weight: Tensor, other: Tensor) -> None:
-    """Keep a module's weight, in place of swapping it for an equal one: modules swap fake tensors,
-    and cannot.
-    """
+    """Keep a module's weight; fake tensors cannot be swapped."""
     assert (weight.device, weight.dtype, weight.shape) == (other.device, other.dtype, other.shape)
 
 
@@ -312,9 +309,7 @@ class _Event:
 
 @contextlib.contextmanager
 def _guarded() -> Iterator[None]:
-    """Let operations on CUDA tensors find a device guard in a torch without CUDA: that of meta
-    tensors, which does nothing.
-    """
+    """Let CUDA tensors find a device guard in a torch without CUDA: that of meta tensors."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * _NUM_KINDS).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     before = guards[_CUDA]

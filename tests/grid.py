@@ -19,15 +19,17 @@ _SLOW_FIXTURE = "is_slow_fixture"
 Fixture = TypeVar("Fixture", bound=Callable[..., Any])
 
 FAMILIES = ("token", "rrs", "greedy", "weighted_race", "bv_race", "spectr_gbv", "traversal")
-"""One rule of each family, as `make test` tries them; `make test-all` has all rules. A family
-shares how it decides: by single tokens, by nodes without and with sorted drafts, by a race over
-nodes, by whole chains, by chains that change later targets, and by trees.
+"""One rule of each family for `make test`; `make test-all` has all rules.
+
+Families decide by single tokens, by nodes without and with sorted drafts, by a race over nodes, by
+whole chains, by chains that change later targets, and by trees.
 """
 
 
 def grid(cases: Iterable[Any], in_the_gate: Container[Any]) -> list[ParameterSet]:
-    """Parameters of a test; all cases but those in the gate are marked `slow`. A case of several
-    values is a tuple.
+    """Return parameters of which all but those in the gate are `slow`.
+
+    A case of several values is a tuple.
     """
     return [
         pytest.param(

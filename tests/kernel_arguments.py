@@ -1,6 +1,4 @@
-"""Checks of the arguments of Triton kernels: what each kernel assumes of its pointers and
-numbers.
-"""
+"""Checks of what Triton kernels assume of their arguments."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ _TYPES_IN = {
     ("_draw", "wanted"): (torch.int8, torch.int64),
 }
 _OWN_STRIDES = {("_attend", "query"), ("_sum_exponentials", "logits"), ("_softmax", "logits"), ("_narrow", "numbers")}
-"""Arguments whose rows may lie apart, because their strides are arguments, too; numbers of a row
-are contiguous.
-"""
+"""Arguments whose rows may lie apart, because their strides are arguments, too."""
 _POWERS = ("block", "tile", "tiles", "parts", "columns", "most", "rows", "key_block", "value_block", "tile_keys")
 """Constants that size tiles: powers of two."""
 _OPTIONS = ("num_warps", "num_stages")
@@ -59,9 +55,7 @@ _MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
 def check_launch(
     kernel: Any, grid: Sequence[int], operands: Sequence[Any], constants: Mapping[str, Any], device: torch.device
 ) -> str | None:
-    """Return what is wrong with a launch on a device; None if nothing is. kernel: its Python
-    function.
-    """
+    """Return what is wrong with a launch on a device, or None; kernel: its function."""
     if any(not 0 <= count <= most for count, most in zip(grid, _MOST_PROGRAMS, strict=False)):
         return f"{tuple(grid)} programs"
     named = {name: value for name, value in constants.items() if name not in _OPTIONS}

@@ -1,7 +1,7 @@
 """Counts the variants of kernels that a mixed load needs in Triton; needs no device.
 
-A variant is compiled at its first use, and that step waits. Prints the numbers for attention,
-verification and distributions.
+A variant is compiled at its first use, and that step waits. Prints the numbers for
+attention, verification and distributions.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ class Counting:
 
 
 def step(chance: np.random.Generator) -> list[SequenceInput]:
-    """Plain rows; with trees of many sizes, too; with chunks of prompts, too; after short or long
-    texts.
-    """
+    """Plain rows, trees of many sizes, chunks of prompts, short and long texts."""
     parts = []
     kinds, longest = ((1,), (1, 2, 3), (0, 1, 2, 3))[chance.integers(0, 3)], (200, 3000)[chance.integers(0, 2)]
     for _ in range(chance.integers(1, 33)):
@@ -108,9 +106,7 @@ def verification() -> int:
 
 
 def distributions() -> int:
-    """Distributions with all filters and without, and draws from them, of parts by level that begin
-    at any row.
-    """
+    """Distributions with all filters and without, and draws from them by parts."""
     kinds: set[str] = set()
     names = {
         row_kernels: ("_sum_exponentials", "_softmax", "sum_tiles", "_draw"),

@@ -49,9 +49,7 @@ class Call(NamedTuple):
 
 @contextmanager
 def calls_of(owner: Any, name: str) -> Iterator[list[Call]]:
-    """Note the calls of a function, which runs as it is; the result of a call that raises is
-    None.
-    """
+    """Note a function's calls; the result of a call that raises is None."""
     calls: list[Call] = []
 
     def noted(right: Callable[..., Any], *operands: Any, **named: Any) -> Any:
@@ -67,9 +65,7 @@ def calls_of(owner: Any, name: str) -> Iterator[list[Call]]:
 
 
 def by_distributions() -> AbstractContextManager[Any]:
-    """Let steps compute distributions and verify with `RULES`, as they do for rules that have no
-    kernel from logits.
-    """
+    """Let steps compute distributions and verify with `RULES`, as without kernels."""
     from engine.cpu import verdict
 
     return instead(verdict, "_is_decided", lambda *_: False)

@@ -1,5 +1,4 @@
-"""LangChain's ChatOpenAI: an answer, a stream, an answer by a schema, a tool call; needs
-langchain-openai.
+"""LangChain's ChatOpenAI: an answer, a stream, a schema, a tool call; needs langchain-openai.
 
 OPENAI_BASE_URL and OPENAI_API_KEY name the daemon, for example http://localhost:8000/v1 and any
 key.

@@ -50,17 +50,13 @@ class AttentionMetadata:
 
     storage: KVTensors
     slots_T: Tensor | slice
-    """Slots to which the K/V of the pass's tokens is written."""
+    """Slots to which the pass writes its K/V."""
     groups: Sequence[Group] = ()
     paged: Paged | None = None
     """Set if one kernel attends for all sequences; there are no groups then."""
     kernel: PagedKernel | None = None
-    """The kernel that attends over `paged`."""
     layout: StepLayout | None = None
-    """Layout of the pass on the host, for backends with `reads_pages`.
-
-    There are no groups then, and `paged` is None.
-    """
+    """Layout on the host, for backends with `reads_pages`; there are no groups then."""
     page_size: int = 0
 
     def begun(self) -> AttentionMetadata:
@@ -68,7 +64,6 @@ class AttentionMetadata:
         return replace(self, paged=self.paged and self.paged._replace(shares={}))
 
     def store(self, layer: int, key_THD: Tensor, value_THD: Tensor) -> None:
-        """Write K and V of the pass's tokens."""
         keys, values = self.storage.layers[layer]
         keys[self.slots_T] = key_THD
         values[self.slots_T] = value_THD

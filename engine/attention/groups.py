@@ -1,10 +1,10 @@
 """Sequences of a pass that attend in one call.
 
-A call for every sequence costs more than its work. Sequences of about the same size are padded to
-one shape here, and one call serves them all. Their keys and values are gathered into a buffer that
-every layer uses again. The buffer is small enough to stay in the processor's cache. A long prompt
-or a lone sequence is a group of one: it is not padded, and not gathered if its blocks are
-contiguous.
+A call for every sequence costs more than its work. Sequences of about the same size are padded
+to one shape here, and one call serves them all. Their keys and values are gathered into a
+buffer that every layer uses again. The buffer is small enough to stay in the processor's
+cache. A long prompt or a lone sequence is a group of one: it is not padded, and not gathered
+if its blocks are contiguous.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from engine.kernels.transfer import to_device
 
 _MOST_QUERIES = 64
 _GATHERED_BYTES = 4 << 20
-"""Keys and values of one layer that are gathered at once."""
+"""Bytes of one layer's K/V that are gathered at once."""
 _PADDING = 0.25
-"""A sequence joins others if at most this share of its padded keys is padding."""
+"""Largest share of padding among a sequence's keys."""
 
 
 class ScoreOptions(NamedTuple):
@@ -35,7 +35,7 @@ class ScoreOptions(NamedTuple):
 
     softcap: float | None = None
     sinks: Tensor | None = None
-    """[H] One logit per head, which takes its share of the weights and has no value."""
+    """[H] Logit of each head that takes its share of the weights and has no value."""
 
 
 @dataclass
@@ -43,22 +43,16 @@ class Group:
     """B sequences of Q queries and K keys each."""
 
     shape: tuple[int, int, int]
-    """(B, Q, K)."""
     rows: Tensor | slice
-    """Rows of the B * Q queries in the flat pass; a padding query repeats its sequence's first
-    row.
-    """
+    """Rows of the B * Q queries in the flat pass; padding repeats a sequence's first row."""
     slots: Tensor | slice
-    """Slots [B * K] of the keys; a slice is read without a copy."""
+    """[B * K] Slots of the keys; a slice is read without a copy."""
     visible: Tensor | None
-    """[B, Q, K]; None if every query sees every key.
-
-    A padding query sees one key. No query sees a padding key.
-    """
+    """[B, Q, K]; None if every query sees every key. Padding queries see one key."""
     positions: Callable[[], tuple[Tensor, Tensor]]
-    """([B, Q] positions of queries, [B, K] positions of keys); called for sliding windows."""
+    """([B, Q] positions of queries, [B, K] of keys), for sliding windows."""
     real: Tensor | None
-    """Indices of the B * Q queries that are not padding; None for all."""
+    """Indices of the queries that are not padding; None for all."""
     _bias: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
 
     @cached_property

@@ -24,17 +24,16 @@ Ints = npt.NDArray[np.int64]
 Integers = npt.NDArray[np.integer[Any]]
 
 WORD = 64
-"""Bits of a word: one for each node."""
 
 
 class Places(NamedTuple):
     """Places of tokens in their sequences."""
 
     indices: Ints
-    """Indices of the tokens, which address their K/V."""
+    """Indices of the tokens in their text."""
     positions: Ints
     limits: Ints
-    """A token sees all keys of the text below its limit."""
+    """Index below which a token sees all keys."""
 
 
 def place(end: Ints, offset: Ints, depth: Ints) -> Places:
@@ -48,8 +47,9 @@ def place(end: Ints, offset: Ints, depth: Ints) -> Places:
 
 
 def slots_of(pages: Integers, row: Ints, index: Ints, block_size: int) -> Ints:
-    """Return slots of tokens in the K/V pool. pages: block ids [B, P]; row, index: of the
-    tokens.
+    """Return slots of tokens in the K/V pool.
+
+    pages: block ids [B, P]; row, index: of the tokens.
     """
     block_ids: Ints = pages[row, index // block_size].astype(np.int64)
     return block_ids * block_size + index % block_size
@@ -74,11 +74,11 @@ class NodeInput:
     tokens: Sequence[int]
     """Empty if the tokens are on the device only."""
     depths: Sequence[int]
-    """Depth of each entering node; the first drafted level has depth 1."""
+    """Depth of each entering node, from 1."""
     cached_depths: Sequence[int]
-    """Depth of the nodes whose K/V earlier passes of this step wrote."""
+    """Depths of nodes whose K/V earlier passes of this step wrote."""
     ancestry: Bools
-    """[entering, cached + entering]: which nodes each entering node may see."""
+    """[entering, cached + entering] Nodes that each entering node sees."""
 
 
 NO_NODES = NodeInput((), (), (), np.zeros((0, 0), dtype=np.bool_))
@@ -90,13 +90,12 @@ class SequenceInput:
 
     input_ids: Sequence[int]
     first_index: int
-    """Index of the first input token; with no input tokens, the index of the first node."""
+    """Index of the first input token, or else of the first node."""
     block_ids: Sequence[int]
     nodes: NodeInput
     wanted: slice
     """Tokens of the part that need logits, counted within the part."""
     first_key: int = 0
-    """Index of the first visible token."""
 
 
 @dataclass(frozen=True)
@@ -110,31 +109,31 @@ class StepLayout:
     token_ids_T: Ints
     """0 if the token is on the device only."""
     drawn_M: Ints
-    """Rows whose tokens are on the device only, in order."""
+    """Rows whose tokens are on the device only."""
     positions_T: Ints
     slots_T: Ints
-    """Slots to which the K/V of the pass's own tokens is written."""
+    """Slots to which the pass writes its K/V."""
     wanted_N: Ints
-    """Rows whose logits are returned, in order."""
+    """Rows whose logits are returned."""
     num_inputs_B: Ints
     starts: Integers
-    """[B] first row of each sequence."""
+    """[B]"""
     counts: Integers
-    """[B] rows of each sequence."""
+    """[B]"""
     first_keys: Integers
-    """[B] index of the first visible key."""
+    """[B]"""
     ends: Integers
-    """[B] index after the last input token; keys from here on are nodes."""
+    """[B] Index after the last input token; later keys are nodes."""
     num_keys: Integers
-    """[B] index after the last key."""
+    """[B] Index after the last key."""
     pages: Integers
-    """[B, P] block ids, padded with 0."""
+    """[B, P] Block ids, padded with 0."""
     node_positions: Integers
-    """[B, N] positions of the nodes' keys."""
+    """[B, N]"""
     limits: Integers
-    """[T] each token sees the keys of the text below this index."""
+    """[T] Index below which a token sees all keys."""
     words: Ints
-    """[T, W] 64-bit words: which nodes each token sees."""
+    """[T, W] 64-bit words of the nodes that a token sees."""
 
     @property
     def seen(self) -> tuple[Integers, ...]:
@@ -151,11 +150,9 @@ class StepLayout:
 
     @property
     def positions(self) -> Integers:
-        """Return [T] `positions_T` in 32 bits."""
         return self.positions_T.astype(np.int32)
 
     def part(self, begin: int, end: int) -> StepLayout:
-        """Return the layout of the sequences from number `begin` to `end`."""
         sequences = slice(begin, end)
         first = int(self.starts[begin])
         stop = int(self.starts[end - 1] + self.counts[end - 1])

@@ -1,7 +1,7 @@
 """Layouts of passes on a device, where one kernel reads every sequence's keys in their pages.
 
-A query sees all keys of the text below its limit, and the nodes whose bit is set in its words
-(`inputs.StepLayout`).
+A query sees all keys of the text below its limit, and the nodes whose bit is set
+in its words (`inputs.StepLayout`).
 """
 
 from __future__ import annotations
@@ -34,18 +34,16 @@ class Paged(NamedTuple):
     """[T]"""
     page_size: int
     most_queries: int
-    """Most rows of a sequence; without `is_padded` it chooses tiles, and a sequence may have
-    more.
-    """
+    """Most rows of a sequence; without `is_padded` it only chooses tiles."""
     most_keys: int
     total_keys: int = 0
     """Keys of all texts; 0 in a recorded step, whose texts grow."""
     num_scores: int = 0
-    """Pairs of a query and a key of its text; 0 in a recorded step."""
+    """Pairs of a query and a key; 0 in a recorded step."""
     is_padded: bool = False
-    """Whether every sequence has room for `most_queries` rows; a sequence may use fewer."""
+    """Whether every sequence has room for `most_queries` rows."""
     shares: dict[Any, Tensor] | None = None
-    """Shares of the kernel's programs, for all layers of this pass; None if they are not kept."""
+    """Shares of the kernel's programs, for all layers of this pass."""
 
 
 class DevicePass(NamedTuple):
@@ -58,7 +56,7 @@ class DevicePass(NamedTuple):
     wanted_N: Tensor
     paged: Paged | None
     numbers: Tensor
-    """64-bit words of all arrays but `drawn_M` and `pages`, one after the other."""
+    """64-bit words of all arrays but `drawn_M` and `pages`."""
 
 
 _ROWS = DevicePass._fields[:5]

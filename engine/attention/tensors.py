@@ -1,12 +1,10 @@
 """K/V tensors of one model, addressed by slot.
 
-All layers share one addressing: slot = block * block_size + offset. Backends write K/V of all
-tokens and nodes. After a step this module moves the K/V of the accepted path to the slots after the
-text.
+In all layers slot = block * block_size + offset. Backends write K/V of all tokens and nodes; after
+a step this module moves the accepted path's K/V behind the text.
 
-A *tap* is a place in the model whose hidden states a drafter reads: tap k is the stream that enters
-layer k, tap N the stream that leaves the last of N layers, and `NORMED` the same stream after the
-final norm.
+A *tap* is a place whose hidden states a drafter reads: tap k is the stream that enters layer k, tap
+N the stream that leaves the last of N layers, and `NORMED` that stream after the final norm.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from engine.kernels.protocol import KVMoves
 from engine.kernels.torch_kernels import TORCH, Kernels
 
 NORMED = -1
-"""Tap of the state after the final norm."""
 
 
 def slot_moves(pairs: Sequence[tuple[int, int]], block_ids: Sequence[int], block_size: int) -> KVMoves:
@@ -45,10 +42,9 @@ class KVShape:
     hidden_dim: int = 0
     """Width of a hidden state; 0 if no drafter reads any."""
     taps: tuple[int, ...] = ()
-    """Taps whose hidden states are stored with K and V, for a drafter that reads them."""
+    """Taps whose hidden states are stored with K and V."""
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of one token's K, V and hidden states."""
         return self.num_layers * self.layer_bytes(dtype) + self.all_hidden_dim * dtype.itemsize
 
     @property
@@ -57,7 +53,6 @@ class KVShape:
         return len(self.taps) * self.hidden_dim
 
     def layer_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of one token's K and V in one layer."""
         return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
 
 

@@ -1,5 +1,4 @@
-"""Attention over paged keys in Triton: one program reads a sequence's keys once for a tile of its
-queries.
+"""Attention over paged keys in Triton: a program reads keys once for a tile of queries.
 
 Queries of one sequence (tokens of its text, and nodes of its tree) that share a key head are the
 rows of a tile: a tree reads the text once. Long texts are read in several parts at once, merged by
@@ -7,8 +6,8 @@ their log-sum-exps. What each program reads is the same in all layers, so a pass
 (`_divide`). Score softcapping, sliding windows, attention sinks and grouped heads are done here.
 The model rotates queries and keys, and passes the factor of the scores.
 
-Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). The plain path (`attention.py`)
-is its oracle.
+Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). The plain path
+(`attention.py`) is its oracle.
 """
 
 # A kernel's arguments are pointers and numbers that Triton sees only when it is run.
@@ -32,14 +31,12 @@ from engine.attention.tensors import KVTensors
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _LEAST_ROWS, _MOST_ROWS = 16, 64
 _PART_KEYS = 128
-"""Least number of keys in a part of a text."""
+"""Fewest keys in a part of a text."""
 _MOST_PARTS = 32
 _PARTS_BYTES = 64 << 20
 """Most memory of the parts' results."""
 _PROGRAMS = 6
-"""Programs for each multiprocessor, which runs about two at once, that reading in parts adds at
-most.
-"""
+"""Most programs that parts add for each multiprocessor, which runs about two at once."""
 
 
 @triton.jit
@@ -83,9 +80,9 @@ def _extent(
     sequence, part, first_keys, ends, num_keys, limit, position, is_query, window, num_parts, part_keys,
     tile_keys: tl.constexpr, has_window: tl.constexpr,
 ):  # fmt: skip
-    """Return (index of the first key, end of the tiles of keys that all queries see, end of the
-    keys, index of the first node) of a program's part of the keys. An end is the index after the
-    last key.
+    """Return (first key, end of tiles that all queries see, end of the keys, first node).
+
+    Of a program's part of the keys; an end is the index after the last key.
     """
     first, end, stop = tl.load(first_keys + sequence), tl.load(ends + sequence), tl.load(num_keys + sequence)
     # No query of a prompt's chunk sees keys after the tile's last query; nodes see the whole text.
@@ -120,11 +117,11 @@ def _share_of(
     program, counts, first_keys, num_keys, num_sequences, padded_queries, most_parts, most_added, least_keys,
     tile_queries: tl.constexpr, tile_keys: tl.constexpr,
 ):  # fmt: skip
-    """Return (sequence, number of its tile, part of its keys, number of parts, least keys of a
-    part) of a program. The sequence is `num_sequences` if there is no work for it.
+    """Return (sequence, tile, part of its keys, number of parts, least keys of a part).
 
-    A text with a share of more than 1 / most_added of all work is read in parts, so that parts add
-    at most `most_added` programs. The work of a tile of queries is the keys of its text.
+    The sequence is `num_sequences` without work. A text with more than 1 / most_added of all work
+    is read in parts, so that parts add at most `most_added` programs. The work of a tile is the
+    keys of its text.
     """
     work = 0.0  # integers of 64 bits would take registers, and their quotient a call
     for begin in range(0, num_sequences, 64):
@@ -153,7 +150,7 @@ _CHANGING = (
     *("most_parts", "most_added", "least_keys"),
 )
 _SHARE = tl.constexpr(16)
-"""32-bit integers of a program's share of the work; ten are used."""
+"""32-bit integers of a program's share; ten are used."""
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -162,9 +159,7 @@ def _divide(
     num_sequences, padded_queries, most_parts, most_added, least_keys,
     tile_queries: tl.constexpr, tile_keys: tl.constexpr, has_window: tl.constexpr,
 ):  # fmt: skip
-    """Write the share of one program of `_attend`, in the order in which it reads it; no rows if
-    there is no work.
-    """
+    """Write a program's share in the order in which `_attend` reads it; no rows without work."""
     share = shares + tl.program_id(0) * _SHARE
     sequence, tile, part, num_parts, part_keys = _share_of(
         tl.program_id(0), counts, first_keys, num_keys, num_sequences, padded_queries, most_parts, most_added,
@@ -208,11 +203,10 @@ def _attend(
     key_block: tl.constexpr, value_block: tl.constexpr,
     has_softcap: tl.constexpr, has_window: tl.constexpr, upcast: tl.constexpr,
 ):  # fmt: skip
-    """Attend for one tile of a sequence's queries and one K/V head over one part of the keys; write
-    the result and its log-sum-exp.
+    """Attend for a tile of queries and one K/V head over a part of the keys.
 
-    The first loop reads tiles of keys that all queries see, without a mask; the second reads the
-    other keys.
+    Writes the result and its log-sum-exp. The first loop reads tiles of keys that all queries see,
+    without a mask; the second reads the other keys.
     """
     share = shares + tl.program_id(0) * _SHARE
     num_rows, num_queries, first_token = tl.load(share), tl.load(share + 1), tl.load(share + 2)
@@ -283,8 +277,9 @@ def attend_paged(
     kind: ScoreOptions,
     window: int | None,
 ) -> Tensor:
-    """Return the attention of a flat pass, whose own K/V is already stored: query (1, H, T, D) ->
-    (1, T, H, D_v).
+    """Return the attention of a flat pass, whose K/V is stored.
+
+    query (1, H, T, D) -> (1, T, H, D_v).
     """
     _, num_heads, num_tokens, key_dim = query.shape
     keys, values = storage.keys[layer], storage.values[layer]
@@ -332,15 +327,11 @@ class Parts(NamedTuple):
     tile_keys: int
     window: int | None
     most_parts: int
-    """Most parts of a text."""
     most_added: int
-    """Most programs that parts add."""
 
 
 def shares_of(paged: Paged, parts: Parts) -> Tensor:
-    """Return [programs, 16] the shares of the programs of `_attend`: computed in the first layer
-    that asks.
-    """
+    """Return [programs, 16] shares of `_attend`, computed in the first layer that asks."""
     known = None if paged.shares is None else paged.shares.get(parts)
     if known is not None:
         return known
@@ -357,9 +348,7 @@ def shares_of(paged: Paged, parts: Parts) -> Tensor:
 
 
 def tile_queries_of(most_queries: int, groups: int, dtype: torch.dtype) -> int:
-    """Return the queries of a tile: a power of two (each number is compiled), and at least a
-    product's least rows.
-    """
+    """Return a tile's queries: a power of two (each is compiled), and enough for a product."""
     # Tiles of 64 rows in float32 need too many registers, and 38 s to compile.
     most_rows = _MOST_ROWS if dtype.itemsize < 4 else _MOST_ROWS // 2
     fewest, most = max(1, _LEAST_ROWS // groups), 1 << (max(1, most_rows // groups).bit_length() - 1)
@@ -367,9 +356,7 @@ def tile_queries_of(most_queries: int, groups: int, dtype: torch.dtype) -> int:
 
 
 def tiles_of(num_sequences: int, num_tokens: int, padded_queries: int, tile_queries: int) -> int:
-    """Return the most tiles of queries of sequences; padded_queries: rows of each sequence, 0 if
-    they differ.
-    """
+    """Return the most tiles of queries; padded_queries: rows of each sequence, 0 if unequal."""
     if padded_queries:
         return num_sequences * -(-padded_queries // tile_queries)
     return num_tokens // tile_queries + num_sequences
@@ -378,11 +365,10 @@ def tiles_of(num_sequences: int, num_tokens: int, padded_queries: int, tile_quer
 def tile_keys_of(
     dtype: torch.dtype, head_dim: int, tile_queries: int, has_window: bool, interpreted: bool = _INTERPRETED
 ) -> tuple[int, int]:
-    """Return (keys of a tile, warps of a program) with which no tile of queries needs more
-    registers than there are.
+    """Return (keys of a tile, warps of a program) that need no more registers than there are.
 
-    Products in float32 use no tensor cores, and many registers. The interpreter has none; few large
-    tiles are faster.
+    Products in float32 use no tensor cores, and many registers. The interpreter has none; few
+    large tiles are faster.
     """
     if dtype.itemsize == 4 and not interpreted:
         return 16, 8
@@ -416,9 +402,7 @@ def _merge(
 
 
 def merged(output: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Merge parts [S, T, H, D_v] by their log-sum-exps [S, T, H]; sinks [H] take their share and
-    have no value.
-    """
+    """Merge parts [S, T, H, D_v] by log-sum-exps [S, T, H]; sinks [H] have no value."""
     num_parts, num_tokens, num_heads, value_dim = output.shape
     result = torch.empty(output.shape[1:], dtype=dtype, device=output.device)
     _merge[(num_tokens * num_heads,)](

@@ -5,8 +5,8 @@ hundred launches of a few microseconds each. Here one launch walks every chain's
 the surplus of all prefixes by tiles of the vocabulary, one decides (accepted length, next token,
 score), and one lets the chains of each request race.
 
-Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). The plain operations are the
-oracle.
+Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). The plain
+operations are the oracle.
 """
 
 # A kernel's arguments are pointers and numbers that Triton sees only when it is run.
@@ -27,9 +27,7 @@ from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, ProbsTable
 _CHANGING = ("length", "accept_stride", "num_chains", "num_requests")
 _LEAST_BLOCK = 16
 _USUAL_CHAINS = 1024
-"""Each program of a race reads all chains of a step; the kernel is compiled once for up to this
-number of them.
-"""
+"""Most chains of a usual step; the race is compiled once for up to this number."""
 
 
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=ANYWHERE)
@@ -128,7 +126,6 @@ def _race(requests, scores, accepted, tokens, verdict, num_chains, num_requests,
 
 
 def race(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
-    """Return `torch_block.race`."""
     num_chains, length = chains.num_chains, chains.max_length
     probs_NV, draft_NV = target.probs_NV, chains.draft.probs_NV
     assert probs_NV.is_contiguous(), "a distribution's rows must be contiguous"
@@ -155,7 +152,6 @@ def race(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
 
 
 def winners(chains: Chains, score_C: Tensor, accepted_C: Tensor, next_token_C: Tensor) -> ChainVerdict:
-    """Return `torch_block.winners`."""
     num_requests, block = chains.shape[0], max(_USUAL_CHAINS, triton.next_power_of_2(chains.num_chains))
     verdict_3B = torch.empty((3, num_requests), dtype=torch.int64, device=score_C.device)
     _race[(num_requests,)](

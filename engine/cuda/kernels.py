@@ -1,6 +1,4 @@
-"""Kernels of a CUDA device, compiled by Triton; on a CPU they run in Triton's interpreter
-(tests).
-"""
+"""Kernels of a CUDA device, compiled by Triton, or in its interpreter on a CPU (tests)."""
 
 from __future__ import annotations
 
@@ -18,15 +16,10 @@ from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, F
 from engine.kernels.torch_kernels import Kernels
 
 _USUAL_MOVES = 32
-"""Usual maximum of moves per sequence.
-
-The kernel is compiled for a padded number of moves, so usual steps share a compiled kernel.
-"""
+"""Usual most moves of a sequence, to which they are padded for one compiled kernel."""
 
 
 class TritonKernels(Kernels):
-    """Compiled operations."""
-
     by_tiles = reads_no_filter = True
 
     def softmax(self, logits_NV: Tensor, temperature_N: Tensor, probs_NV: Tensor | None = None) -> Tensor:

@@ -22,9 +22,7 @@ from torch import Tensor
 _GATE_TILE = 1024
 _ROUNDED_TILE = 8192
 NORM_WARPS, HEAD_WARPS = 8, 1
-"""Warps of a norm of a row, and of a head's rotation: one warp adds a head's numbers without
-waiting for others.
-"""
+"""Warps of a row's norm, and of a head's rotation, where one warp waits for no other."""
 
 
 @triton.jit
@@ -156,9 +154,7 @@ def gate(joined_TX: Tensor) -> Tensor:
 
 
 def round_rows(rows_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows in fp8 and their scales [T, 1]: the largest number of a row becomes fp8's
-    largest.
-    """
+    """Return rows in fp8 and scales [T, 1]; a row's largest number becomes fp8's largest."""
     num_rows, width = rows_TK.shape
     rounded_TK = torch.empty_like(rows_TK, dtype=torch.float8_e4m3fn)
     scales_T1 = torch.empty((num_rows, 1), dtype=torch.float32, device=rows_TK.device)

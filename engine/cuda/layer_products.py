@@ -1,10 +1,9 @@
-"""Products of a decoder's linear layers, for weights in several layouts, in as few calls as
-possible.
+"""Products of linear layers, for weights in several layouts, in few calls.
 
-Plain weights, and fp8 weights of torchao with a scale for each row, are joined: q, k and v are one
-product, gate and up another. The modules keep views, so nothing is stored twice. Other layouts of
-torchao, and the layers of compressed-tensors, are computed by their modules, and the results are
-joined.
+Plain weights, and fp8 weights of torchao with a scale for each row, are joined: q, k and v are
+one product, gate and up another. The modules keep views, so nothing is stored twice. Other
+layouts of torchao, and the layers of compressed-tensors, are computed by their modules, and
+the results are joined.
 
 If Triton's kernels compute the layers (`use_kernels`), a single kernel rounds rows to fp8: torchao
 takes eight operations. The numbers are the same.
@@ -29,18 +28,14 @@ class RowProduct:
     """`rows @ weight.T + bias` for rows [T, K]."""
 
     def __call__(self, rows_TK: Tensor) -> Tensor:
-        """Return [T, N]."""
         raise NotImplementedError
 
     def add_to(self, sums_TN: Tensor, rows_TK: Tensor) -> None:
-        """Add the product of the rows to `sums_TN` in place."""
         sums_TN += self(rows_TK)
 
 
 @dataclass(frozen=True)
 class PlainProduct(RowProduct):
-    """A product with a plain weight [N, K]."""
-
     weight_NK: Tensor
     bias_N: Tensor | None = None
 
@@ -55,8 +50,6 @@ class PlainProduct(RowProduct):
 
 @dataclass(frozen=True)
 class ModuleProduct(RowProduct):
-    """A product by the modules themselves."""
-
     modules: Sequence[nn.Module]
 
     def __call__(self, rows_TK: Tensor) -> Tensor:
@@ -73,9 +66,8 @@ class Float8Product(RowProduct):
     weight_NK: Any
     bias_N: Tensor | None
     module: nn.Module
-    """A module whose weight is a part of the weight; the probe disables its rounding."""
+    """A module whose weight is a part of it; the probe disables its rounding."""
     by_kernel: bool
-    """Whether rows are rounded by our kernel."""
 
     def __call__(self, rows_TK: Tensor) -> Tensor:
         if not rounds_rows(self.module):
@@ -98,10 +90,9 @@ class Float8Product(RowProduct):
 
 
 def product(modules: Sequence[Any], use_kernels: bool = False) -> RowProduct:
-    """Return the product of modules with their weights stacked.
+    """Return the product of modules with stacked weights, of which they keep views.
 
-    The modules keep views of the stacked weights. use_kernels: whether Triton's kernels compute the
-    layers.
+    use_kernels: whether Triton's kernels compute the layers.
     """
     biases = [module.bias for module in modules if module.bias is not None]
     if biases and len(biases) < len(modules):
@@ -120,7 +111,6 @@ def product(modules: Sequence[Any], use_kernels: bool = False) -> RowProduct:
 
 
 def _joined(modules: Sequence[Any]) -> Any:
-    """Return the stacked weights of modules."""
     if len(modules) == 1:
         return modules[0].weight.detach()
     weight = torch.cat([module.weight.detach() for module in modules])

@@ -31,13 +31,11 @@ from engine.models.checkpoint import context_length
 
 @dataclass
 class _Layer:
-    """Weights and products of one layer."""
-
     layer_idx: int
     attention_norm: Tensor
     qkv: RowProduct
     norms: tuple[Tensor, Tensor] | None
-    """Norms of q and k, if the layer has them."""
+    """Norms of q and k, or None."""
     output: RowProduct
     mlp_norm: Tensor
     gate_up: RowProduct
@@ -45,8 +43,6 @@ class _Layer:
 
 
 class LeanDecoder(Backend):
-    """Runs the passes of one model."""
-
     def __init__(self, model: Any, longest: int = 0) -> None:
         """Take over a model that `kinds.is_lean` accepts.
 

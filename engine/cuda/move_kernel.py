@@ -1,5 +1,4 @@
-"""Move the K/V of accepted drafts to their slots, in one launch per tensor for all layers and
-sequences.
+"""Moves accepted drafts' K/V to their slots: a launch per tensor for all layers.
 
 Torch gathers all rows into new memory and scatters them from there. Here a program holds a piece of
 a sequence's rows in registers: it reads all of them before it writes any.
@@ -36,8 +35,7 @@ def _keep(storage, moves, layer_stride, width, most: tl.constexpr, columns: tl.c
 
 
 def keep(storage: Tensor, move_SM2: Tensor) -> None:
-    """Move rows of a contiguous [layers, slots, heads, dim]; all rows of a sequence are read before
-    any is written.
+    """Move rows of [layers, slots, heads, dim]; a sequence's rows are read before any write.
 
     move_SM2: int64, (from, to) by sequence, M a power of two; -1 pads. Sequences share no slots.
     """

@@ -8,8 +8,8 @@ tokens at and above sixteen candidates, by tiles. The next round takes the large
 has enough. After eight rounds all 32 bits are known. Sums are added in a fixed order, so a
 distribution is a function of its logits. Rows that do not ask for the filter end at once.
 
-Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). `torch_kernels.py` has the
-oracle.
+Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests).
+`torch_kernels.py` has the oracle.
 """
 
 # A kernel's arguments are pointers and numbers that Triton sees only when it is run.
@@ -30,14 +30,12 @@ TILE = 2048
 _DIGITS = tl.constexpr(16)
 _ROUNDS = 8
 _INFINITY = tl.constexpr(0x7F800000)
-"""Bits of the largest number: the key of a token is this minus the bits of its distance."""
+"""Bits of the largest number; a token's key is this minus the bits of its distance."""
 
 
 @triton.jit
 def _chosen(sums, wanted, num_tiles, tiles: tl.constexpr):
-    """Return (the largest candidate that has enough, and its sum); candidate 0 has it, except for
-    rounding.
-    """
+    """Return (largest candidate that has enough, its sum); candidate 0 has, up to rounding."""
     tile, digit = tl.arange(0, tiles), tl.arange(0, _DIGITS)
     tile_sums = tl.load(sums + tile[:, None] * _DIGITS + digit[None, :], mask=(tile < num_tiles)[:, None], other=0.0)
     mass = tl.sum(tile_sums, axis=0)
@@ -58,8 +56,7 @@ def _narrow(
     numbers, largest, temperatures, wanted, lowest, sums, width, row_stride, num_rows, num_tiles, num_parts, number,
     tile: tl.constexpr, tiles: tl.constexpr, parts: tl.constexpr, by_count: tl.constexpr,
 ):  # fmt: skip
-    """Run a round: evaluate the last one, then sum what is at and above sixteen new candidates in a
-    tile.
+    """Evaluate the last round, and sum a tile at and above sixteen new candidates.
 
     numbers: logits if tokens are counted, else probabilities.
     """
@@ -129,8 +126,7 @@ def _edge(top_ks, lowest, sums, edges, num_rows, num_tiles, number, tiles: tl.co
 
 
 def nucleus(probs_NV: Tensor, top_p_N: Tensor) -> Tensor:
-    """Return [N, V] each row's smallest set of most likely tokens with mass >= top_p, with ties,
-    normalised.
+    """Return [N, V] each row's smallest set with mass >= top_p, with ties, normalised.
 
     probs_NV: float32; a row with top_p of 1 or more is unchanged.
     """
@@ -149,7 +145,6 @@ def nucleus(probs_NV: Tensor, top_p_N: Tensor) -> Tensor:
 
 
 def truncated(logits_NV: Tensor, temperature_N: Tensor, filters: Filters) -> Tensor:
-    """Return `Kernels.truncated`."""
     logits_NV = logits_NV if logits_NV.stride(-1) == 1 else logits_NV.contiguous()
     temperature_N = temperature_N.contiguous()
 
@@ -171,9 +166,7 @@ def truncated(logits_NV: Tensor, temperature_N: Tensor, filters: Filters) -> Ten
 def _searched(
     number_NV: Tensor, largest_NT: Tensor, temperature_N: Tensor, wanted_N: Tensor, by_count: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return ([rounds, N] the least candidate, [rounds, N, tiles, digits] sums at and above each)
-    of all rounds.
-    """
+    """Return ([rounds, N] least candidate, [rounds, N, tiles, digits] sums at and above)."""
     num_rows, width = number_NV.shape
     num_tiles, num_parts = triton.cdiv(width, TILE), largest_NT.shape[1]
     lowest = torch.empty((_ROUNDS, num_rows), dtype=torch.int64, device=number_NV.device)

@@ -1,5 +1,4 @@
-"""Rows of the vocabulary in Triton: distributions, sums and draws without intermediate rows in
-memory.
+"""Rows of the vocabulary in Triton: distributions, sums and draws, without copies of rows.
 
 Torch's own operations write an intermediate row for every step, in float64 for a draw. Here a
 distribution takes two readings of its logits. Quantities of two distributions (the mass by which
@@ -37,9 +36,7 @@ SOFTMAX_TILE = 4096
 
 @triton.jit
 def scaled_of(value, whole, temperature):
-    """Return logits over temperature, with maximum 0: to the bit those that plain torch compares
-    with an edge.
-    """
+    """Return logits over temperature, with maximum 0, to the bit as plain torch's."""
     return tl.div_rn(value - whole, temperature)
 
 
@@ -48,10 +45,10 @@ def _sum_exponentials(
     logits, temperatures, largest, totals, edges, width, row_stride, num_tiles,
     tile: tl.constexpr, tiles: tl.constexpr, has_edges: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum of a tile's exponentials, relative to its largest logit, which is written if
-    there are no edges.
+    """Write the sum of a tile's exponentials, relative to its largest logit.
 
-    With edges only tokens whose scaled logit is at least the row's edge are summed.
+    The largest logit is written without edges. With edges only tokens at or above the
+    row's edge are summed.
     """
     row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
@@ -75,9 +72,7 @@ def _softmax(
     logits, temperatures, largest, totals, edges, probs, width, row_stride, num_tiles,
     tile: tl.constexpr, tiles: tl.constexpr, has_edges: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of a row's distribution, from the largest logits and the sums of all its
-    tiles.
-    """
+    """Write a tile of a distribution, from the largest logits and sums of all its tiles."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     place = tl.arange(0, tiles)
@@ -130,9 +125,7 @@ def draw_token(
     target, draft, weight, wanted, surplus_sums, target_sums, uniform, width, num_tiles,
     tile: tl.constexpr, tiles: tl.constexpr, has_draft: tl.constexpr,
 ):  # fmt: skip
-    """Draw a token from the surplus, or from the target's distribution if the surplus is not wanted
-    or empty.
-    """
+    """Draw a token from the surplus, or the target if that is not wanted or empty."""
     number = tl.arange(0, tiles)
     is_tile = number < num_tiles
     tile_surplus = tl.load(surplus_sums + number, mask=is_tile, other=0.0)
@@ -177,11 +170,10 @@ def softmax(
     probs_NV: Tensor | None = None,
     edges_of: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return [N, V] float32 distributions of logits of any float type at temperatures > 0;
-    `probs_NV` is the output, if given.
+    """Return [N, V] float32 distributions of logits at temperatures > 0.
 
-    edges_of: returns [N] the least logit over temperature (with maximum 0) that each row keeps,
-    from the largest logits [N, tiles] of parts of the row.
+    probs_NV: output, if given. edges_of: returns [N] the least logit over temperature (with maximum
+    0) that each row keeps, from the largest logits [N, tiles] of parts of the row.
     """
     logits_NV = logits_NV if logits_NV.stride(-1) == 1 else logits_NV.contiguous()
     num_rows, width = logits_NV.shape
@@ -215,10 +207,9 @@ class Subtracted(NamedTuple):
 
 
 def draw(target_NV: Tensor, row_C: Tensor, uniform_C: Tensor, less: Subtracted | None = None) -> Tensor:
-    """Return [C] tokens from target rows, or from their surplus (weight * target - draft)+ if it is
-    wanted and there is any.
+    """Return [C] tokens from target rows, or from (weight * target - draft)+ if wanted.
 
-    target_NV, draft_MV: distributions, contiguous.
+    From the target where that is empty. target_NV, draft_MV: distributions, contiguous.
     """
     row_C = row_C.contiguous()
     # Without draft rows the other arrays are not read.

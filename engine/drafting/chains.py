@@ -34,10 +34,10 @@ def draw_chains(
     kernels: Kernels,
     most_unmerged: int = 0,
 ) -> Draft | None:
-    """Let the drafter catch up and draft the plan's chains; return None if no row emits.
+    """Draft the plan's chains; return None if no row emits.
 
-    drafter: None if nothing is drawn; rows then have one chain of length 0. most_unmerged: see
-    `trees_of`.
+    drafter: None if nothing is drawn; rows then have one chain of length
+    0. most_unmerged: see `trees_of`.
     """
     rows = plan.sampling_rows
     if not rows:

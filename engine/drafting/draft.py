@@ -31,8 +31,8 @@ from engine.speculation.verification import RULES
 MOST_UNMERGED = 64
 """Largest target pass (roots plus nodes) on a device in which equal nodes are not merged.
 
-Without merging the host does not wait for the drafted tokens. A pass over this few rows is expected
-to take about as long as a pass over a single row (not measured yet).
+The host then does not wait for drafted tokens. So few rows should take about as long as
+one (not measured yet).
 """
 
 Ints = npt.NDArray[np.int64]
@@ -43,9 +43,8 @@ class ChainShape(NamedTuple):
 
     fanout: Fanout
     method: str
-    """Method of drawing several children of a node."""
     only_child_method: str
-    """Method of drawing the only child of a node."""
+    """Method for a node with one child."""
 
     @staticmethod
     def of(row: Row) -> ChainShape:
@@ -59,7 +58,6 @@ class ChainShape(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Return the number of tokens in a chain."""
         return len(self.fanout)
 
 
@@ -83,11 +81,10 @@ class Draw:
 
     method: str
     parent_N: Tensor | None
-    """Indices of the parents in the level; None for all parents in order."""
+    """Index of each parent in the level; None for all in order."""
     chain_NK: Tensor | None
     """First chain through each drawn child; None if the children are all chains in order."""
     shape: tuple[int, int]
-    """(N, K)."""
 
     def child_values(self, value_C: Tensor) -> Tensor:
         """Return [N, K] the children's values among the chains' values.
@@ -99,7 +96,6 @@ class Draw:
         return value_C[self.chain_NK]
 
     def set_children(self, value_C: Tensor, value_NK: Tensor) -> None:
-        """Write the children's values, in place."""
         if self.chain_NK is None:
             value_C.view(self.shape).copy_(value_NK)
         else:
@@ -113,12 +109,12 @@ class Level:
     chain_N: Tensor | slice
     """First chain through each parent; a slice if the parents are all chains."""
     row_N: Ints
-    """Number of each parent's row, among the sampling rows."""
+    """Index of each parent's sampling row."""
     distributions: slice
     """Rows of the parents in the table of draft distributions."""
     draws: tuple[Draw, ...]
     leader_C: Tensor | None
-    """First chain through each chain's node; None if no two chains share one."""
+    """First chain through each chain's node; None if no node is shared."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +122,13 @@ class NodeTable:
     """The N roots and nodes of a step, tree by tree."""
 
     starts: Ints
-    """Index of the root of each sampling row, followed by its nodes; and the end."""
+    """Index of each tree's root, before its nodes; and the end."""
     node_CX: Tensor
     """[C, L + 1] node below the first i tokens of each drawn chain; the root beyond a chain's end.
 
     On the device.
     """
     tree_depths: Sequence[Sequence[int]]
-    """Depths of the nodes of each tree, without its root."""
 
     @staticmethod
     def of(trees: Sequence[Tree], layout: Layout) -> NodeTable:
@@ -152,17 +147,14 @@ class NodeTable:
 
     @cached_property
     def rows(self) -> Ints:
-        """Return [N] the number of the sampling row."""
         return np.repeat(np.arange(len(self.tree_depths)), np.diff(self.starts))
 
     @cached_property
     def depths(self) -> Ints:
-        """Return [N] the depth of each node; 0 for roots."""
         return np.array([depth for depths in self.tree_depths for depth in (0, *depths)])
 
     @cached_property
     def row(self) -> Tensor:
-        """Return `rows` on the device."""
         return to_device(self.rows, self.node_CX.device)
 
 
@@ -171,38 +163,30 @@ class Layout:
     """Chains that a step drafts; one chain of length 0 for a row that draws none."""
 
     request_C: Ints
-    """Number of the chain's sampling row."""
+    """Sampling row of each chain."""
     rank_C: Ints
-    """Number of the chain within its row."""
     length_C: Ints
     max_length: int
-    """L."""
     levels: tuple[Level, ...]
     probs_row_of_N: Tensor
-    """Number of the sampling row of each row in the table of draft distributions."""
+    """Sampling row of each draft distribution."""
     request: Tensor
     """`request_C` on the device."""
     length: Tensor
     """`length_C` on the device."""
     probs_row_CL: Tensor
-    """Draft distribution of each token of the chains: its row in the table of distributions.
-
-    On the device.
-    """
+    """Row of each drafted token in the table of draft distributions, on the device."""
     leader_LC: Tensor | None
-    """First chain through each chain's node; None if no two chains share one."""
+    """First chain through each chain's node; None if no node is shared."""
     leads_CL: Tensor | None
-    """Whether the chain is the first through its node; None if no two chains share one."""
+    """Whether a chain is the first through its node; None if no node is shared."""
     are_independent: bool
     """Whether each drawn token depends on its distribution and its own number alone."""
     shape: tuple[int, int]
     """(rows, most chains of a row)."""
     trees: tuple[Tree, ...]
-    """Tree of each row's draws."""
     node_M: Tensor
-    """Index of each node's token in the chains' tokens, flat, for all nodes of the trees, row by
-    row.
-    """
+    """Index of each node's token in the flattened tokens of the chains, row by row."""
 
     @property
     def num_chains(self) -> int:
@@ -210,9 +194,7 @@ class Layout:
 
     @property
     def num_probs(self) -> int:
-        """Return the number of draft distributions: one for every node that has drafted
-        children.
-        """
+        """Return the number of draft distributions, one for each node with drafted children."""
         return len(self.probs_row_of_N)
 
     @cached_property
@@ -222,9 +204,7 @@ class Layout:
 
     @cached_property
     def nodes(self) -> NodeTable:
-        """Return the table of the drawn trees; cached for all steps of this layout, so it is
-        read-only.
-        """
+        """Return the table of the drawn trees, which the steps of this layout share read-only."""
         return NodeTable.of(self.trees, self)
 
 
@@ -283,8 +263,7 @@ def _places(trees: Sequence[Tree], max_length: int) -> Ints:
 
 
 def _levels(shapes: Sequence[ChainShape], counts: Ints, probs_row_CL: Ints, device: torch.device) -> Iterator[Level]:
-    """Return the levels. Chains of a row are its leaves in order, so a node's chains are
-    contiguous.
+    """Yield the levels; chains of a node are contiguous, because they are its leaves in order.
 
     probs_row_CL: output.
     """
@@ -349,14 +328,10 @@ class Draft:
     layout: Layout
     chains: Chains
     trees: tuple[Tree, ...]
-    """Tree of each sampling row: drawn chains, then text drafts; no nodes without speculation."""
+    """Tree of each sampling row: drawn chains, then text drafts."""
     tokens_M: Tensor | None
-    """Tokens of all nodes, tree by tree; None if the trees themselves have the tokens.
-
-    The trees have no tokens if the host did not wait for them.
-    """
+    """Tokens of all nodes, tree by tree; None if the trees have them."""
     parameters: DistributionParameters
-    """Parameters of the sampling rows."""
     numbers: Tensor
     """[6, C, L] random numbers by purpose (`drafting.numbers.draw_numbers`)."""
     rows_apart: int | None = None
@@ -401,10 +376,10 @@ def with_tokens(draft: Draft, tokens: Sequence[int]) -> Draft:
 def trees_of(
     plan: Plan, layout: Layout, tokens_CL: Tensor, most_unmerged: int
 ) -> tuple[tuple[Tree, ...], Tensor | None]:
-    """Return (the tree of every sampling row, the tokens of their nodes if the trees have none).
+    """Return (the tree of each sampling row, the tokens of their nodes if the trees have none).
 
-    most_unmerged: largest pass (roots plus nodes) that is not merged. Merging makes the host wait
-    for the device.
+    most_unmerged: largest pass (roots plus nodes) without merging, for which the
+    host does not wait.
     """
     rows = plan.sampling_rows
     num_nodes = len(layout.node_M)

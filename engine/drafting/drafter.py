@@ -1,10 +1,9 @@
 """Interface of drafters, the sources of drafted chains.
 
-A drafter computes logits. Drawing chains from the logits level by level is the same for all
-drafters (`chains.draw_by_level`). To add a drafter, add a file with a class like `ModelDrafter`
-(`model.py`), and an entry in `engine.start.building.kind_of`. The drafting is part of recorded
-steps if the class is a `RecordedDrafter`. Drafters that find chains in texts have no distributions:
-`engine.scheduling.text_drafters`.
+A drafter computes logits; `chains.draw_by_level` draws chains from them for all drafters. To add
+one, write a class like `ModelDrafter` (`model.py`), and an entry in
+`engine.start.building.kind_of`. Recorded steps include a `RecordedDrafter`. Text drafters have no
+distributions: `engine.scheduling.text_drafters`.
 """
 
 from __future__ import annotations
@@ -29,23 +28,21 @@ class DrafterKind(NamedTuple):
     """Constructor and requirements of a drafter."""
 
     make: Callable[[ModelRunner, ModelRunner], Drafter]
-    """Arguments: the runner of the draft model, and the runner of the target."""
+    """Arguments: the runners of the draft model and of the target."""
     taps: tuple[int, ...] = ()
     """Taps of the target whose hidden states the drafter reads.
 
-    The states are stored in `storage.hidden` of the target's runner, by the slots of the text's
-    tokens, for all tokens that earlier plans have computed.
+    The target stores them in `storage.hidden`, by slot, for all tokens of earlier plans.
     """
     is_head: bool = False
     """Whether the drafter computes its K/V from these states alone.
 
-    A head drafts only after a token whose predecessors the target has computed in earlier steps.
-    It reads accepted tokens again (`Sequence.by_head`).
+    A head drafts after a token whose predecessors the target computed in earlier steps, and reads
+    accepted tokens again (`Sequence.by_head`).
     """
     facts: DraftFacts = ANY_DRAFTER
-    """Conditions of rules that its chains meet."""
     is_recorded: bool = False
-    """Whether it is a `RecordedDrafter`; other drafters' operations are launched one by one."""
+    """Whether it is a `RecordedDrafter`; others are launched operation by operation."""
 
 
 class ChainSource(Protocol):
@@ -70,9 +67,8 @@ class ChainSource(Protocol):
 class Drafter(ChainSource, Protocol):
     """Computes the logits from which chains are drawn.
 
-    Drafts are verified against the distribution from which they were drawn, so the output has the
-    target's distribution for any logits that depend only on the text, the path to the node and the
-    past.
+    Drafts are verified against the distribution they were drawn from, so any logits are exact that
+    depend on the text, the node's path and the past alone.
     """
 
     @property
@@ -97,23 +93,23 @@ class HeadPlaces(NamedTuple):
     """Indices that follow from what texts draft, on the device."""
 
     lengths: tuple[int, ...]
-    """Length of the chains of each text that drafts."""
+    """Chain length of each text that drafts."""
     parents: tuple[Tensor, ...]
-    """[N] the parent of each node among the drafting nodes of the level above, from depth 1 on."""
+    """[N] Parent of each node, as an index into the level above, from depth 1 on."""
     draft_rows: tuple[Tensor, ...]
-    """[N] the draft row (`one_pass.py`) of each node, for all levels from the roots on."""
+    """[N] Draft row (`one_pass.py`) of each node, from the roots on."""
 
 
 class HeadInputs(NamedTuple):
     """Inputs of a head besides its passes."""
 
     before_T: Tensor
-    """Slots of the target's states that the rows of the first pass read; -1 for no state."""
+    """Slot of the target's state that each row of the first pass reads; -1 for none."""
     last_R: Tensor
-    """The last token of each text that drafts."""
+    """Last token of each text that drafts."""
     places: HeadPlaces
     rows_N: Tensor | None
-    """Rows of the mask blocks whose results are needed; None if the head has no mask blocks."""
+    """Rows of mask blocks with needed results; None if the head has no mask blocks."""
 
 
 class DraftWork(NamedTuple):
@@ -123,7 +119,7 @@ class DraftWork(NamedTuple):
     """
 
     passes: Sequence[Pass]
-    """The first pass reads texts, and known nodes right after the texts."""
+    """The first pass reads texts and the known nodes right after them."""
     head_inputs: HeadInputs | None = None
 
 

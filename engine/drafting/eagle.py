@@ -1,6 +1,4 @@
-"""ChainSource with an EAGLE-3 head: one pass of one layer for each level, from the target's own
-states.
-"""
+"""Drafts with an EAGLE-3 head: a pass of one layer for each level, from the target's states."""
 
 from __future__ import annotations
 
@@ -18,15 +16,13 @@ from engine.plan import Plan
 
 
 class EagleDrafter(HeadDrafter):
-    """Computes an EAGLE-3 head's logits."""
-
     pass_nodes = staticmethod(level_passes)
 
     def __init__(self, runner: ModelRunner, target: ModelRunner) -> None:
         super().__init__(runner, target)
         self._work = DraftWork(())
         self._output = HeadOutput(torch.empty(0), torch.empty(0))
-        """Output of the level that was computed last."""
+        """Output of the last computed level."""
 
     def start(self, work: DraftWork) -> Tensor:
         """Read texts; return [N, V] logits below the roots."""

@@ -35,9 +35,8 @@ class HeadDrafter:
     """Base of drafters with a head."""
 
     pass_nodes: Callable[[Fanout, int], Sequence[NodeInput]]
-    """See `RecordedDrafter`."""
     _wants_ends = True
-    """Whether the pass that reads texts has outputs that are needed."""
+    """Whether the pass over texts has needed outputs."""
 
     def __init__(self, runner: ModelRunner, target: ModelRunner) -> None:
         assert isinstance(runner, HeadRunner)
@@ -64,7 +63,6 @@ class HeadDrafter:
     def draw(
         self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
     ) -> tuple[Tensor, ProbsTable]:
-        """Read texts, and draw level by level."""
         return draw_by_level(self, plan, layout, parameters, uniform_LC)
 
     @torch.inference_mode()
@@ -93,7 +91,6 @@ class HeadDrafter:
     def work_of(
         self, passes: Sequence[Pass], fanouts: tuple[Fanout, ...], before_T: Tensor | None, last_R: Tensor
     ) -> DraftWork:
-        """Return the work of these passes."""
         assert before_T is not None
         places = places_of(fanouts, self.runner.device)
         return DraftWork(passes, HeadInputs(before_T, last_R, places, self._rows_of(places.lengths)))
@@ -103,7 +100,6 @@ class HeadDrafter:
         return None
 
     def _prepared(self, rows: Sequence[Row]) -> DraftWork:
-        """Prepare the drafting of rows; read what does not fit into one pass."""
         *earlier, last = readings(rows, self._wants_ends)
         passes = self._inputs(last, rows)
         prepared = self.runner.prepare([*earlier, *passes])
@@ -135,7 +131,6 @@ class HeadDrafter:
         return passes
 
     def _read_all(self, reading: Sequence[Sequence[SequenceInput]]) -> None:
-        """Read texts in some passes."""
         if not reading:
             return
         for prepared, parts in zip(self.runner.prepare(reading), reading, strict=True):

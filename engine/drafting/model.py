@@ -1,8 +1,4 @@
-"""ChainSource with a small model: a pass to catch up on the text, and a pass for each further
-level.
-
-Its drafted nodes follow the text level by level.
-"""
+"""Drafts with a small model: a pass to catch up on the text, and one for each further level."""
 
 from __future__ import annotations
 
@@ -31,8 +27,6 @@ def level_passes(fanout: tuple[int, ...], last_token: int = 0) -> list[NodeInput
 
 
 class ModelDrafter:
-    """Computes a draft model's logits."""
-
     pass_nodes = staticmethod(level_passes)
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -48,7 +42,6 @@ class ModelDrafter:
         return self.start(DraftWork(self.runner.prepare(passes)))
 
     def work_of(self, passes: Sequence[Pass], *_: object) -> DraftWork:
-        """Return the work of these passes."""
         return DraftWork(passes)
 
     def read_before(self, plan: Plan, num_text: int) -> None:
@@ -66,7 +59,6 @@ class ModelDrafter:
     def draw(
         self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
     ) -> tuple[Tensor, ProbsTable]:
-        """Catch up, and draw level by level."""
         return draw_by_level(self, plan, layout, parameters, uniform_LC)
 
     def level_inputs(self, plan: Plan) -> tuple[list[list[SequenceInput]], None]:
@@ -94,8 +86,8 @@ class ModelDrafter:
     def _inputs(self, plan: Plan) -> list[list[SequenceInput]]:
         """Return the inputs of a step's passes.
 
-        The first pass is over all missing known tokens, the other passes over drafted nodes by
-        level.
+        The first pass is over all missing known tokens, the other passes over
+        drafted nodes by level.
         """
         texts = []
         for row in plan.rows:
@@ -128,9 +120,7 @@ class ModelDrafter:
 
 
 def _node_index(row: Row, chain: int, depth: int) -> int:
-    """Return the index, in the sequence, of the K/V of a chain's node (depth 1 is the first drafted
-    token).
-    """
+    """Return the index in the sequence of a node's K/V; depth 1 is the first drafted token."""
     return row.end + node_of(row.fanout, chain, depth) - 1
 
 

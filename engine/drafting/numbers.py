@@ -1,8 +1,7 @@
 """Random numbers of a step, generated in one call for all its chains.
 
-They are one array: [6, C, L] by purpose, chain and depth. The numbers for drafting, which come
-first, are stored as [L, C] instead, because drafting takes them level by level. Not for: the
-numbers themselves (`engine.noise`).
+The array is [6, C, L] by purpose, chain and depth, but [L, C] for drafting, which takes them level
+by level. Not for: the numbers themselves (`engine.noise`).
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ from engine.noise import Purpose
 Ints = npt.NDArray[np.int64]
 
 _DEEP = (Purpose.DRAFT, Purpose.ACCEPT, Purpose.CHOSEN_ACCEPT)
-"""Purposes that need a number for each chain and depth."""
 _ONCE = (Purpose.RESIDUAL, Purpose.SCORE, Purpose.CHOSEN_RESIDUAL)
-"""Purposes that need one number for each chain, that of depth 0; one call makes all depths."""
+"""Purposes with one number for each chain, that of depth 0; one call makes all depths."""
 _PURPOSES = np.array([*_DEEP, *_ONCE])
 SCORE_PART = len(_DEEP) + _ONCE.index(Purpose.SCORE)
-"""Index, on the first axis of `draw_numbers`, of the numbers for the race of scores."""
+"""Index of the race's scores on the first axis of `draw_numbers`."""
 
 
 def draw_numbers(

@@ -1,11 +1,10 @@
-"""ChainSource with a head that computes all depths in one pass, from which any number of chains is
-drawn.
+"""Drafts with a head that computes all depths in one pass, from which chains are drawn.
 
 The pass depends on the text alone. The sampler (`heads/samplers.py`) adds the dependence on earlier
 tokens of the chain, if the head has any. So chains are independent given the text.
 
-Words: a *draft row* is the row of the pass that drafts the token of one depth. A *mask block* is
-the last token of a text and the masks after it, which a head of the DFlash types computes together.
+A *draft row* is the row of the pass that drafts the token of one depth. A *mask block* is the last
+token of a text and the masks after it, which a head of the DFlash types computes together.
 """
 
 from __future__ import annotations
@@ -81,9 +80,7 @@ class OnePassDrafter(HeadDrafter):
 
 
 class MaskDrafter(OnePassDrafter):
-    """Computes a P-EAGLE head's logits: masks follow the last token of a text, in the pass that
-    reads it.
-    """
+    """Computes a P-EAGLE head's logits, with masks after the last token in the pass over a text."""
 
     def __init__(self, runner: ModelRunner, target: ModelRunner) -> None:
         super().__init__(runner, target)
@@ -119,7 +116,7 @@ class BlockDrafter(OnePassDrafter):
         masks = (head.config.mask_token_id,) * (head.block_config.size - 1)
         self.pass_nodes = partial(_with_blocks, masks, head.block_config.causalities)
         self._spare_block = target.storage.keys.shape[1] // target.block_size
-        """First K/V block that only the head's storage has, for masks beyond a row's K/V blocks."""
+        """First K/V block of the head's storage alone, for masks beyond a row's blocks."""
 
     def products(self, plan: Plan) -> tuple[Tensor, Tensor]:
         """Run the pass.

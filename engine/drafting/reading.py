@@ -17,7 +17,6 @@ from engine.models.runner import ModelRunner
 from engine.plan import Row
 
 MOST_ROWS = 2048
-"""Rows of a pass."""
 
 
 def readings(rows: Sequence[Row], ends_wanted: bool, most_rows: int = MOST_ROWS) -> list[list[SequenceInput]]:

@@ -29,13 +29,12 @@ class DraftRows(NamedTuple):
     """
 
     first_R: Tensor
-    """The first draft row of each row that drafts."""
+    """First draft row of each row that drafts."""
     row_S: Tensor
-    """The sampling row of each draft row."""
+    """Sampling row of each draft row."""
     draft_row_CL: Tensor
-    """The draft row that drafts each token of the chains; any draft row beyond a chain's end."""
+    """Draft row of each token of the chains; any beyond a chain's end."""
     leader_LC: Tensor | None
-    """`Layout.leader_LC`."""
 
 
 def may_draw_at_once(plan: Plan, layout: Layout) -> bool:
@@ -50,7 +49,6 @@ def may_draw_at_once(plan: Plan, layout: Layout) -> bool:
 
 @lru_cache(maxsize=128)  # the number of layouts that are cached
 def draft_rows_of(layout: Layout) -> DraftRows:
-    """Return the draft rows of a layout."""
     device = layout.request.device
     firsts_C = np.flatnonzero(layout.rank_C == 0)
     length_R = layout.length_C[firsts_C]

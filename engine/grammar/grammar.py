@@ -70,14 +70,15 @@ class GrammarClient:
         self._num_sent = -1
         """Tokens of the answer that the process knows; -1 before the first question."""
         self._dead_ends: set[tuple[int, ...]] = set()
-        """Paths below the answer after which the grammar allows no token."""
+        """Paths after which the grammar allows no token."""
         self._is_ready = False
         self._begin_clock()
         self._send(Start(grammar))
 
     def check_answer(self, emitted: Sequence[int]) -> None:
-        """Set `failure` if a step has emitted a token after a dead end, which the grammar does not
-        allow. emitted: the step's tokens after the answer for which masks were requested.
+        """Set `failure` if a step has emitted a token after a dead end.
+
+        emitted: the step's tokens after the answer for which masks were requested.
         """
         if self.failure is not None:
             return
@@ -103,12 +104,10 @@ class GrammarClient:
         return self._computed_s() if self.process_id else 0.0
 
     def masks(self, answer: Sequence[int], paths: Paths) -> Callable[[], list[Bools | None]]:
-        """Ask which tokens may follow each path below an answer: [V], None if a path has ended
-        before.
+        """Ask which tokens may follow each path: [V], None if a path has ended before.
 
-        answer: the request's tokens so far; it only grows from step to step. The returned function
-        waits for the masks, so ask all grammars first. If the grammar fails, all masks are None and
-        `failure` is set.
+        answer: the tokens so far; it only grows. The returned function waits, so ask all grammars
+        first. If the grammar fails, all masks are None and `failure` is set.
         """
         has_grown = len(answer) != self._num_sent
         if has_grown:
@@ -168,7 +167,6 @@ class GrammarClient:
         return message
 
     def _fail_for_end(self, exit_code: int) -> None:
-        """Set the failure after the process has ended."""
         ended = "its process has ended: "
         if exit_code == -signal.SIGKILL:
             # The engine kills only processes that it no longer asks.
@@ -184,7 +182,6 @@ class GrammarClient:
         self._asked_cpu_s = self._cpu_s()
 
     def _computed_s(self) -> float:
-        """Return the CPU time since the clock was started."""
         return self._cpu_s() - self._asked_cpu_s
 
     def _check_time(self, limit_s: float) -> None:
@@ -204,9 +201,7 @@ class GrammarClient:
         self._fail(f"{taken}; make it simpler")
 
     def _cpu_s(self) -> float:
-        """Return the CPU time of the process from clock_getcpuclockid(3); 0 while its number is
-        unknown.
-        """
+        """Return the process's CPU time (clock_getcpuclockid(3)); 0 while its number is unknown."""
         if not self.process_id:
             return 0.0
         try:
@@ -234,12 +229,13 @@ class GrammarPool:
         """vocabulary: read when the first grammar is started."""
         self._vocabulary = vocabulary
         self.process: subprocess.Popen[bytes] | None = None
-        """Process that starts a process for each grammar; None until the first grammar."""
+        """Forks a process for each grammar; None until the first one."""
         self._control: socket.socket | None = None
 
     def start(self, grammar: str) -> GrammarClient:
-        """Start following a grammar. `is_ready` reports when masks can be requested, or why they
-        cannot.
+        """Start following a grammar.
+
+        `is_ready` reports when masks can be requested, or a failure.
         """
         control = self._running()
         ours, theirs = socket.socketpair()
@@ -257,7 +253,6 @@ class GrammarPool:
                 self._control.send(KILL + process_id.to_bytes(8, "little"))
 
     def close(self) -> None:
-        """End all processes."""
         if self._control is not None and self.process is not None:
             self._control.close()
             self.process.wait()

@@ -1,5 +1,4 @@
-"""The process that follows grammars, one child for each: `python -m engine.grammar.grammar_process
-FD`.
+"""Follows grammars, one child for each: `python -m engine.grammar.grammar_process FD`.
 
 Grammars come from untrusted clients, and the native library that follows them (llguidance) may
 hang, exhaust memory or crash. So this process reads the model's vocabulary once and forks a child
@@ -52,12 +51,10 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """To a child: request for a mask after each path below the answer; the empty path stands for
-    the answer itself.
-    """
+    """To a child: request for masks after paths below the answer; the empty path is the answer."""
 
     answer: list[int]
-    """Tokens of the answer since the last question."""
+    """Tokens since the last question."""
     paths: list[list[int]]
 
 
@@ -81,18 +78,14 @@ class Masks(msgspec.Struct, frozen=True, tag=True):
 
 
 class GaveUp(msgspec.Struct, frozen=True, tag=True):
-    """From a child: the grammar cannot be followed (any further), and why. code: None if the
-    grammar is the cause.
-    """
+    """From a child: the grammar cannot be followed; code None blames the grammar."""
 
     reason: str
     code: str | None = None
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """From the process, at a child's socket: the child has ended, with an exit code or minus the
-    signal's number.
-    """
+    """From the process: a child has ended, with an exit code or minus a signal's number."""
 
     exit_code: int
 
@@ -106,9 +99,8 @@ encode = msgspec.msgpack.Encoder().encode
 class GrammarMatcher:
     """Position of an answer in its grammar.
 
-    Each drafted path gets a copy of the matcher (1 us). It does not roll back instead, because
-    llguidance 1.9 does not always restore its state: after some rollbacks the next mask is
-    different.
+    Each drafted path gets a copy (1 us). llguidance 1.9 does not always restore its state when it
+    rolls back: some next masks differ.
     """
 
     def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
@@ -169,9 +161,8 @@ class GrammarMatcher:
     def _beyond(self, path: Sequence[int]) -> bytes:
         """Return the mask below a path that cannot be followed.
 
-        If the grammar has no such path, only ends are allowed, because an empty mask would mean a
-        dead end. If a limit of the library ends the path, an answer may still go there, and all but
-        ends are allowed.
+        Without such a path only ends are allowed, because an empty mask would be a dead end. If a
+        limit of the library ends the path, all but ends are allowed.
         """
         matcher = self._matcher.deep_copy()
         for token in path:
@@ -186,7 +177,6 @@ class GrammarMatcher:
 
 
 def _bit(token: int) -> int:
-    """Return the bit of a token in its byte of a mask."""
     return 1 << token % 8
 
 
@@ -195,9 +185,7 @@ def _is_dead_end(matcher: LLMatcher) -> bool:
 
 
 def _brief(text: str) -> str:
-    """Return an error's first line, with the cause that the library names below a picture of the
-    place.
-    """
+    """Return an error's first line, with the cause below the library's picture of the place."""
     first, *lines = (text.strip() or "unknown error").splitlines()
     causes = [line.removeprefix("error:") for line in lines if line.startswith("error: ")]
     cause = causes[0] if causes else ""
@@ -228,9 +216,7 @@ def follow(connection: Connection, tokenizer: LLTokenizer) -> None:
 
 
 def _go_first() -> None:
-    """Let the system end this process before the engine if memory runs out, and together with its
-    parent.
-    """
+    """Let the system end this process first if memory runs out, and with its parent."""
     with contextlib.suppress(OSError, AttributeError):
         Path("/proc/self/oom_score_adj").write_text("1000")
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -285,9 +271,7 @@ def _run_child(
 
 
 def serve(control: socket.socket) -> None:
-    """Fork a child for every grammar until the engine has ended, then end the remaining
-    children.
-    """
+    """Fork a child for every grammar until the engine ends, then end the remaining ones."""
     vocabulary = msgspec.msgpack.decode(control.recv(_LONGEST_MESSAGE), type=Vocabulary)
     tokenizer: LLTokenizer | str
     try:
@@ -296,7 +280,7 @@ def serve(control: socket.socket) -> None:
         needed = "structured output needs the model's tokenizer.json"
         tokenizer = f"{needed}; it cannot be read: {_brief(str(error))}"
     children: dict[int, int] = {}
-    """File descriptor of each child's own socket, by process id."""
+    """Descriptor of each child's own socket, by process id."""
     woken, wake = socket.socketpair()
     woken.setblocking(False)
     wake.setblocking(False)
@@ -344,7 +328,6 @@ def _report_ended(children: dict[int, int]) -> None:
 
 
 def main() -> None:
-    """Serve the engine at the other end of the given socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as control:
         serve(control)

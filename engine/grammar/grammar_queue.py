@@ -27,9 +27,7 @@ Failed = list[tuple[str, RequestError]]
 
 
 class FairQueue:
-    """Queue of waiting requests: the most urgent come first, and clients of one priority take
-    turns.
-    """
+    """Waiting requests: the most urgent first, and clients of one priority take turns."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[int, str], deque[Request]] = {}
@@ -72,19 +70,15 @@ class FairQueue:
 
 
 class GrammarQueue:
-    """Grammars of all requests: waiting, being read (`_starting`), or followed while their requests
-    run.
-    """
+    """Grammars of all requests: waiting, being read (`_starting`), or followed."""
 
     def __init__(self, source: GrammarPool, most: int) -> None:
-        """most: number of grammars that are followed at once; further requests wait, the most
-        urgent first.
-        """
+        """most: grammars followed at once; further requests wait, the most urgent first."""
         self.source = source
         self._most = most
         self._waiting = FairQueue()
         self._slow = FairQueue()
-        """Requests whose grammars have exceeded their first slice."""
+        """Requests whose grammars exceeded their first slice."""
         self._starting: dict[str, tuple[Request, GrammarClient]] = {}
         self._starting_slow: set[str] = set()
         self._followed: dict[str, GrammarClient] = {}
@@ -99,9 +93,7 @@ class GrammarQueue:
         self._waiting.add(request)
 
     def ready(self) -> tuple[Ready, Failed]:
-        """Return (requests that can run from now on, requests that failed and why); does not
-        wait.
-        """
+        """Return (requests that can run, requests that failed and why) without waiting."""
         ready: Ready = []
         failed: Failed = []
         num_ready = -1

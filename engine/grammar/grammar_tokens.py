@@ -29,11 +29,10 @@ class Vocabulary(msgspec.Struct, frozen=True):
     tokenizer: str
     """Folder with tokenizer.json, or a hub name."""
     revision: str | None
-    """Revision of the hub's repository."""
     vocab_size: int
     eos_token_ids: list[int]
     limits: GrammarConfig
-    """Limits of each child, which exits if it reads its grammar for longer."""
+    """Each child exits if it reads its grammar for longer."""
 
 
 def read_vocabulary(vocabulary: Vocabulary) -> LLTokenizer:
@@ -73,8 +72,7 @@ class GrammarTokens:
         self._special = frozenset(self.special_token_ids)
 
     def __call__(self, text: str) -> list[int]:
-        """Return the text tokens of a text as the model's tokenizer would choose them, without a
-        space before it.
+        """Return a text's tokens by the model's tokenizer, without a space before it.
 
         Raises TypeError for bytes, which the library tries.
         """

@@ -20,7 +20,7 @@ from engine.request import Thinking
 
 Bools = npt.NDArray[np.bool_]
 Route = tuple[int, ...] | None
-"""Tokens of a mark that are still to come; None if the text does not lead there."""
+"""Tokens of a mark still to come; None if the text does not lead there."""
 
 
 class _At(Enum):
@@ -28,7 +28,7 @@ class _At(Enum):
     """Before thoughts or the rest of the answer."""
     INSIDE = auto()
     OTHER = auto()
-    """In text that has neither mark; further thoughts may follow."""
+    """In text with neither mark; thoughts may follow."""
     OVER = auto()
 
 
@@ -39,13 +39,11 @@ class _Place:
     at: _At
     num_tokens: int = 0
     num_thought: int = 0
-    """Number of tokens of thoughts, without their marks."""
+    """Tokens of thoughts, without marks."""
     to_thoughts: Route = None
-    """Rest of the mark before thoughts."""
     to_answer: Route = None
-    """Rest of the mark before the rest of the answer."""
     end: int = 0
-    """Number of tokens before the rest of the answer, once it has begun."""
+    """Tokens before the rest of the answer, once it has begun."""
 
 
 class ThinkingGrammar:
@@ -77,7 +75,6 @@ class ThinkingGrammar:
         return _Place(_At.BETWEEN, num_tokens, num_thought, between + thinking.opens, between + thinking.lead)
 
     def _begin(self, answer: Sequence[int]) -> None:
-        """Continue below this answer."""
         answer = tuple(answer)
         num_known = len(self._answer)
         if answer[:num_known] != self._answer:
@@ -87,7 +84,6 @@ class ThinkingGrammar:
         self._place = self._after(self._place, answer[num_known:])
 
     def _after(self, place: _Place, tokens: Sequence[int]) -> _Place:
-        """Return the place after further tokens."""
         for token in tokens:
             if place.at is _At.OVER:
                 return place
@@ -146,9 +142,10 @@ class ThinkingGrammar:
             self._grammar.check_answer(emitted[max(0, place.end - len(self._answer)) :])
 
     def allows(self, emitted: Sequence[int]) -> bool:
-        """Whether the masks of thoughts allow the tokens that a step has emitted. If they do not,
-        all masks of the request together left no token. `check_answer` checks a first token that
-        may belong to the grammar.
+        """Return whether the masks of thoughts allow a step's tokens.
+
+        If not, all masks together left no token. `check_answer` checks a first token that may
+        belong to the grammar.
         """
         place = self._place
         for token in emitted:

@@ -1,3 +1,1 @@
-"""Trained heads, which draft from the target's hidden states: their published layouts, and their
-layers in torch.
-"""
+"""Heads, which draft from the target's hidden states: published layouts and layers."""

@@ -1,10 +1,9 @@
-"""Recognise a trained head by its config.json and read both published layouts into one
-`HeadConfig`.
+"""Recognise a head by its config.json, and read both published layouts.
 
-The speculators layout names its type (`speculators_model_type`) and nests the layers' sizes
-(`transformer_layer_config`). The layout of the heads' first authors is a flat transformers config,
-recognised by its architecture. A *tap* k is the stream that enters layer k of the target
-(`engine.attention.tensors`).
+The speculators layout names its type (`speculators_model_type`) and nests the layers'
+sizes (`transformer_layer_config`). The layout of the heads' first authors is a flat
+transformers config, recognised by its architecture. A *tap* k is the stream that enters
+layer k of the target (`engine.attention.tensors`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from engine.models.rope import depends_on_length
 Raw = Mapping[str, Any]
 
 _LAYER_TYPES = ("llama", "qwen3")
-"""Supported layers; qwen3 has norms of q and k."""
+"""qwen3 has norms of q and k."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,31 +28,29 @@ class BlockConfig:
     """Parameters of heads of the DFlash types, which draft a block in one pass."""
 
     size: int
-    """Rows of a block: the text's last token, the anchor, and masks after it."""
+    """Rows of a block: the anchor, which is the text's last token, and masks."""
     from_anchor: bool
     """Whether the anchor's row drafts the first token; else the first mask's does."""
     is_causal: tuple[bool, ...]
     """Whether rows of the block see only earlier rows, by layer."""
     embedding_scale: float = 1.0
     markov_rank: int = 0
-    """Width of the term that depends on the token before; 0 is none."""
+    """Width of the term that depends on the last token; 0 for none."""
     markov_type: str = "vanilla"
     conv_taps: int = 0
-    """Rows that the convolutions around attention and MLP read; 0 is none."""
+    """Rows that the convolutions read; 0 for none."""
     conv_group: int = 1
     selector_rank: int = 0
-    """Width of the selector that weighs pairs of candidates; 0 is none."""
+    """Width of the selector that weighs pairs of candidates; 0 for none."""
     num_candidates: int = 0
-    """Likeliest tokens of a row that the selector chooses from."""
+    """Likeliest tokens from which the selector chooses."""
 
     @property
     def causalities(self) -> tuple[bool, ...]:
-        """The different values of `is_causal`."""
         return tuple(sorted(set(self.is_causal)))
 
     @property
     def max_draft_length(self) -> int:
-        """Tokens that a block drafts."""
         return self.size - (not self.from_anchor)
 
 
@@ -63,30 +60,28 @@ class HeadConfig:
 
     name: str
     kind: str
-    """Type of the head: one of `READERS`, or mtp."""
+    """One of `READERS`, or mtp."""
     layers: Any
     """transformers config of its decoder layers."""
     vocab_size: int
-    """Tokens of the target."""
     draft_vocab_size: int
-    """Tokens that the head may propose."""
     taps: tuple[int, ...] | None
-    """Taps of the target that it reads; None if the config leaves them to the target's depth."""
+    """Taps of the target; None if they follow from its depth."""
     target_hidden_size: int | None = None
     """Width of the target's states; None is the width of the head."""
     target_layers: int | None = None
-    """Layers of the target it was trained for, if its config names them."""
+    """Layers of the target it was trained for, if known."""
     target_architectures: tuple[str, ...] = ()
-    """Architectures of the target it was trained for, if its config names them."""
+    """Architectures of the target it was trained for, if known."""
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
     logit_scale: float = 1.0
     softcap: float | None = None
-    """Logits are bounded smoothly by it."""
+    """Smooth bound of logits."""
     mask_token_id: int | None = None
-    """Token of the rows whose tokens are not known yet, for heads that draft in one pass."""
+    """Token of rows whose tokens are unknown, for heads of one pass."""
     block: BlockConfig | None = None
 
     @property
@@ -96,9 +91,7 @@ class HeadConfig:
 
     @property
     def has_tables(self) -> bool:
-        """Whether its logits are `samplers.Tables` after one pass. A Markov term has a row for
-        every token.
-        """
+        """Return whether logits are `samplers.Tables` after one pass."""
         return self.block is None or not self.block.markov_rank
 
     @property
@@ -107,11 +100,9 @@ class HeadConfig:
 
     @property
     def state_size(self) -> int:
-        """Width of a state of the target."""
         return self.target_hidden_size or self.hidden_size
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, as stored by their readers."""
         return {**vars(self), "layers": self.layers.to_dict(), "block": self.block and vars(self.block)}
 
     def taps_of(self, num_layers: int) -> tuple[int, ...]:
@@ -133,9 +124,7 @@ def read_head(name: str, raw: Raw) -> HeadConfig | None:
 
 
 def _kind(name: str, raw: Raw) -> str | None:
-    """Return the type of a head, None for a language model; raise ConfigError for a head that is
-    not served.
-    """
+    """Return the type of a head, None for a language model; raise ConfigError if not served."""
     kind = raw.get("speculators_model_type")
     if kind is None:
         kind = _kind_of_architecture(raw)
@@ -145,9 +134,7 @@ def _kind(name: str, raw: Raw) -> str | None:
 
 
 def _kind_of_architecture(raw: Raw) -> str | None:
-    """Return the type of a head in the layout of the heads' first authors; None for a language
-    model.
-    """
+    """Return the type of a head in its first authors' layout; None for a language model."""
     names = list(map(str, raw.get("architectures") or ()))
     is_small_layer = "draft_vocab_size" in raw and raw.get("num_hidden_layers") == 1
     if is_small_layer or any("eagle3" in name.lower() for name in names):
@@ -210,7 +197,7 @@ def _mask_token(name: str, given: Raw, layers: Any) -> int:
 
 
 _NOT_SERVED = (("projector_type", "dflash"), ("shift_label", False), ("attention_sink_bias", False), ("use_swa", False))
-"""Fields of block heads, with the values that need no unsupported feature."""
+"""Fields of block heads, with their supported values."""
 
 
 def _dflash(name: str, kind: str, raw: Raw) -> HeadConfig:
@@ -279,7 +266,6 @@ READERS: dict[str, Callable[[str, str, Raw], HeadConfig]] = {
     "dflash2": _dflash,
     "dspark": _dflash,
 }
-"""Reader of the config of each type of head."""
 
 
 def _flag(name: str, given: Raw, flag: str) -> bool:
@@ -314,9 +300,7 @@ def layers_config(name: str, kind: str, stored: Raw) -> Any:
 
 
 def check_target(head: HeadConfig, target: Any, target_name: str) -> None:
-    """Raise ConfigError for a head that was trained for another target; target: its transformers
-    config.
-    """
+    """Raise ConfigError for a head of another target; target: transformers config."""
     text = target.get_text_config()
     trained_for = set(head.target_architectures)
     if trained_for and trained_for.isdisjoint(target.architectures or trained_for):

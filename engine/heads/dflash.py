@@ -26,9 +26,7 @@ _IN, _OUT = 0, 1
 
 
 class Convolution(nn.Module):
-    """Causal convolutions of few taps before and after a part of a layer; their kernels depend on
-    the row.
-    """
+    """Causal convolutions of few taps around a part of a layer; kernels depend on the row."""
 
     def __init__(self, width: int, block: BlockConfig) -> None:
         super().__init__()
@@ -37,9 +35,7 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(width, 2 * block.conv_taps * width // block.conv_group, bias=False)
 
     def forward(self, part: Callable[[Tensor], Tensor], state_TH: Tensor) -> Tensor:
-        """Return [T, H] the output of a part of a layer for normed states, with convolutions before
-        and after it.
-        """
+        """Return [T, H] a layer part's output, with convolutions before and after it."""
         block = self._block
         change_TX = self.kernel_projection(state_TH).view(len(state_TH), 2, block.conv_taps, -1)
         kernel_TX = self.base_kernel + change_TX.repeat_interleave(block.conv_group, -1)
@@ -75,8 +71,6 @@ class BlockLayer(DecoderLayer):
 
 
 class DFlash(Head):
-    """A head of the DFlash types."""
-
     def __init__(self, config: HeadConfig, num_taps: int, names: frozenset[str]) -> None:
         super().__init__(config, names)
         assert config.block is not None
@@ -94,19 +88,18 @@ class DFlash(Head):
         self.candidate_selector = CandidateSelector(block.selector_rank, width, vocab) if block.selector_rank else None
 
     def project(self, taps_TX: Tensor) -> Tensor:
-        """Return [T, H] the context from the target's states."""
         context_TH: Tensor = self.hidden_norm(self.fc(taps_TX))
         return context_TH
 
     def store(self, context_TH: Tensor, positions_T: Tensor, memory: Memory) -> None:
-        """Store K and V of the context."""
         rotation = self.rotary(positions_T, context_TH.dtype)
         for layer in self.layers:
             layer.self_attn.store(context_TH, rotation, memory)  # type: ignore[operator, union-attr]
 
     def block(self, token_ids_T: Tensor, positions_T: Tensor, by_causality: dict[bool, Memory]) -> Tensor:
-        """Return [T, H] states of whole blocks. by_causality: metadata of layers whose rows see
-        only earlier rows, or all.
+        """Return [T, H] states of whole blocks.
+
+        by_causality: metadata of layers whose rows see earlier rows only, or all.
         """
         state_TH = self.embed(token_ids_T) * self.block_config.embedding_scale
         rotation = self.rotary(positions_T, state_TH.dtype)
@@ -116,9 +109,7 @@ class DFlash(Head):
         return normed_TH
 
     def rows(self, lengths: Sequence[int]) -> Ints:
-        """Return the rows of a pass over whole blocks that `sampler` needs; lengths: draft rows in
-        use of each.
-        """
+        """Return the rows that `sampler` needs; lengths: used draft rows of each block."""
         size = self.block_config.size
         first = int(not self.block_config.from_anchor)
         rows = [number * size + first + row for number, length in enumerate(lengths) for row in range(length)]

@@ -1,7 +1,7 @@
-"""EAGLE-3, and P-EAGLE, its variant that drafts in one pass.
+"""EAGLE-3, and P-EAGLE, which drafts in one pass.
 
-EAGLE-3 is a decoder layer over a token's embedding and the state before it, which drafts token by
-token.
+EAGLE-3 is a decoder layer over a token's embedding and the state before it, which
+drafts token by token.
 
 The row of token t reads the target's states at t - 1 (`project`), or, below a drafted token, the
 head's own output there. Its output is the state that the next row reads, and the logits of token t
@@ -24,8 +24,6 @@ from engine.heads.samplers import ChainSampler, Marginals
 
 
 class FirstLayer(DecoderLayer):
-    """The layer that joins embeddings and states."""
-
     def __init__(self, config: Any, norm_before_residual: bool) -> None:
         super().__init__(config, 0, 2 * config.hidden_size)
         self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
@@ -43,8 +41,6 @@ class FirstLayer(DecoderLayer):
 
 
 class Eagle3(Head):
-    """An EAGLE-3 head."""
-
     def __init__(self, config: HeadConfig, num_taps: int, names: frozenset[str]) -> None:
         super().__init__(config, names)
         layers = config.layers
@@ -81,24 +77,18 @@ class Eagle3(Head):
         return normed_TH
 
     def products(self, state_NH: Tensor) -> Tensor:
-        """Return [N, draft vocabulary] the products of states with the output head, after the
-        norm.
-        """
+        """Return [N, draft vocabulary] products of normed states with the output head."""
         if not self.config.norm_output:
             state_NH = self.norm(state_NH)
         return super().products(state_NH)
 
 
 class PEagle(Eagle3):
-    """A P-EAGLE head."""
-
     def __init__(self, config: HeadConfig, num_taps: int, names: frozenset[str]) -> None:
         super().__init__(config, num_taps, names)
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, num_taps * config.state_size))
         """Replaces the target's states in rows of the mask token."""
 
     def sampler(self, output: HeadOutput, lengths: Sequence[int], vocab_size: int) -> ChainSampler:  # noqa: ARG002
-        """Return the sampler from the outputs at the last rows of texts and at the masks after
-        them.
-        """
+        """Return the sampler from outputs at texts' last rows and masks."""
         return Marginals(self.in_target_tokens(self.scaled(output.product_NX), vocab_size))

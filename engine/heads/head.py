@@ -1,6 +1,4 @@
-"""Common parts of all heads: embeddings and an output head, their own or the target's, and a
-vocabulary within the target's.
-"""
+"""Common parts of heads: embeddings, an output head, a vocabulary within the target's."""
 
 from __future__ import annotations
 
@@ -39,16 +37,16 @@ class HeadOutput(NamedTuple):
     """Results of a pass at the wanted rows."""
 
     state_NH: Tensor
-    """The states that the rows below them read."""
+    """States that rows below them read."""
     product_NX: Tensor
-    """Their products with the output head, [N, draft vocabulary]."""
+    """[N, draft vocabulary] Products with the output head."""
 
 
 class Head(nn.Module):
     """Base of heads: everything but the layers."""
 
     d2t: Tensor | None
-    """[draft vocabulary] distance from a token of the head to the same token of the target."""
+    """[draft vocabulary] Distance from a head's token to the target's."""
 
     def __init__(self, config: HeadConfig, names: frozenset[str]) -> None:
         """names: names of the checkpoint's tensors."""
@@ -60,9 +58,9 @@ class Head(nn.Module):
         self.lm_head = nn.Linear(width, draft_vocab, bias=False) if "lm_head.weight" in names else None
         self.register_buffer("d2t", torch.empty(draft_vocab, dtype=torch.int64) if "d2t" in names else None)
         self.shared: TargetWeights | None = None
-        """The target's weights, from `attach` on."""
+        """From `attach` on."""
         self.target_ids: Tensor | None = None
-        """[draft vocabulary] token of the target; None if the vocabularies are the same."""
+        """[draft vocabulary] Token of the target; None for equal vocabularies."""
 
     def attach(self, target: TargetWeights) -> None:
         """Use the target's weights in place of missing ones; raise LoadError if they do not fit."""
@@ -104,9 +102,7 @@ class Head(nn.Module):
         return self if self.embed_tokens is None else self.embed_tokens
 
     def pack(self) -> int:
-        """Pack the weights of all products, for a CPU, and drop the plain weights; return the bytes
-        of packed ones.
-        """
+        """Pack the weights of all products for a CPU; return their bytes."""
         assert self.shared is not None
         products = list(take_over(self))
         if self.lm_head is None:
@@ -116,7 +112,6 @@ class Head(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return [V, H] the embeddings."""
         if self.embed_tokens is not None:
             return self.embed_tokens.weight
         assert self.shared is not None
@@ -131,9 +126,7 @@ class Head(nn.Module):
         return embedding(token_ids_T, self.weight)
 
     def logits(self, state_NH: Tensor, vocab_size: int) -> Tensor:
-        """Return [N, V] float32 logits of the target's tokens; minus infinity for tokens unknown to
-        the head.
-        """
+        """Return [N, V] float32 logits; minus infinity for tokens unknown to the head."""
         return self.in_target_tokens(self.own_logits(state_NH), vocab_size)
 
     def own_logits(self, state_NH: Tensor) -> Tensor:
@@ -141,7 +134,6 @@ class Head(nn.Module):
         return self.scaled(self.products(state_NH))
 
     def products(self, state_NH: Tensor) -> Tensor:
-        """Return [N, draft vocabulary] the products of states with the output head."""
         product_NV: Tensor = (self.lm_head or self._shared_output)(state_NH)
         return product_NV
 

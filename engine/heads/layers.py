@@ -15,7 +15,6 @@ from torch.nn.functional import rms_norm, silu
 from engine.models.importing import import_transformers
 
 Rotation = tuple[Tensor, Tensor]
-"""(cosines, sines) [T, 1, head_dim]."""
 
 
 class Memory(Protocol):
@@ -27,14 +26,10 @@ class Memory(Protocol):
     def attend(
         self, module: Any, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """[T, H, D] attention of a pass in the layer `module.layer_idx`, whose K and V are
-        stored.
-        """
+        """Return [T, H, D] attention in the layer `module.layer_idx`, whose K and V are stored."""
 
 
 class Norm(nn.Module):
-    """RMS norm."""
-
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
@@ -46,8 +41,6 @@ class Norm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary embeddings of a transformers config."""
-
     def __init__(self, config: Any) -> None:
         super().__init__()
         llama = import_transformers().models.llama.modeling_llama
@@ -62,8 +55,6 @@ class Rotary(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of one layer."""
-
     def __init__(self, config: Any, number: int, input_size: int) -> None:
         super().__init__()
         self.layer_idx = number
@@ -103,15 +94,12 @@ class Attention(nn.Module):
 
 
 def rotated(heads_THD: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the halves of each head."""
     cosines, sines = rotation
     first, second = heads_THD.chunk(2, -1)
     return heads_THD * cosines + torch.cat([-second, first], -1) * sines
 
 
 class MLP(nn.Module):
-    """Gated MLP of one layer."""
-
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)

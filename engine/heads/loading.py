@@ -19,10 +19,10 @@ from engine.models.files import model_file, read_object
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
-"""Tensors that are used in training only, or computed."""
+"""Tensors of training only, or computed."""
 _UNUSED_PARTS = ("confidence_head.",)
 _IN_FLOAT32 = "e_score_correction_bias"
-"""Tensors that choose experts, of which small differences count."""
+"""Tensors that choose experts, which small differences change."""
 _HEADS: dict[str, type[Eagle3 | PEagle | DFlash | Mtp]] = {"eagle3": Eagle3, "peagle": PEagle, "mtp": Mtp}
 """Module of each type of head; DFlash for other types."""
 
@@ -36,17 +36,13 @@ def head_config(name: str, revision: str | None) -> HeadConfig | None:
 
 
 def mtp_config(name: str, revision: str | None) -> HeadConfig:
-    """Return the config of the MTP module inside a target; raise ConfigError if it cannot be
-    served.
-    """
+    """Return the config of a target's MTP module; raise ConfigError if it is not served."""
     path = model_file(name, "config.json", revision)
     return read_mtp(name, {} if path is None else read_object(path))
 
 
 def load_head(config: HeadConfig, revision: str | None, target: Any) -> Head:
-    """Load a head for its target, a transformers model that has not been packed; raise
-    LoadError.
-    """
+    """Load a head for its target, which is not packed yet; raise LoadError."""
     if config.kind == "mtp":
         tensors = mtp_tensors(config, _read(config.name, revision, prefix_of(config)))
     else:
@@ -85,9 +81,7 @@ def build_head(config: HeadConfig, num_taps: int, tensors: dict[str, Tensor]) ->
 
 
 def shapes_of(config: HeadConfig, num_taps: int) -> dict[str, torch.Size]:
-    """Return the shapes of the weights of a head that shares the target's embeddings and output
-    head.
-    """
+    """Return the weights' shapes of a head that shares the target's embeddings and output."""
     return {name: weight.shape for name, weight in _empty(config, num_taps, frozenset()).state_dict().items()}
 
 
@@ -119,9 +113,7 @@ def _read(name: str, revision: str | None, begin: str = "") -> dict[str, Tensor]
 
 
 def _paths(name: str, revision: str | None, file: str, begin: str) -> list[Path]:
-    """Return a file's path, or the paths of its shards with tensors whose names begin with
-    `begin`.
-    """
+    """Return a file, or its shards with tensors whose names begin with `begin`."""
     path = model_file(name, file, revision)
     if path is not None:
         return [path]

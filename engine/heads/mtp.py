@@ -24,7 +24,6 @@ from engine.heads.layers import Memory, Norm
 from engine.models.importing import import_transformers
 
 FAMILIES = ("glm4_moe",)
-"""Targets whose modules are served, by model type."""
 _OF_TARGET = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies of the target's weights, which are not loaded."""
 _OWN = ("enorm.", "hnorm.", "eh_proj.", "norm.")
@@ -32,9 +31,7 @@ _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def read_mtp(name: str, raw: Raw) -> HeadConfig:
-    """Return the configuration of the MTP module in a target's config.json; raise ConfigError if
-    none can be served.
-    """
+    """Return the MTP module's configuration; raise ConfigError if none is served."""
     kind, count = raw.get("model_type"), raw.get("num_nextn_predict_layers")
     if kind not in FAMILIES:
         raise ConfigError(f"{name}: MTP modules are served in {', '.join(FAMILIES)}, not in {kind}; use a draft model")
@@ -59,16 +56,12 @@ def read_mtp(name: str, raw: Raw) -> HeadConfig:
 
 
 def prefix_of(config: HeadConfig) -> str:
-    """Return the beginning of the names of the module's tensors: it is the layer after the target's
-    last.
-    """
+    """Return the prefix of the module's tensors: the layer after the target's last."""
     return f"model.layers.{config.target_layers}."
 
 
 def mtp_tensors(config: HeadConfig, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename a checkpoint's tensors to the module's, and stack experts; raise LoadError if an
-    expert lacks.
-    """
+    """Rename a checkpoint's tensors, and stack experts; raise LoadError if one lacks."""
     result: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {"gate": {}, "up": {}, "down": {}}
     for key, tensor in stored.items():
@@ -88,8 +81,6 @@ def mtp_tensors(config: HeadConfig, stored: Mapping[str, Tensor]) -> dict[str, T
 
 
 class Mtp(Head):
-    """An MTP module."""
-
     def __init__(self, config: HeadConfig, _num_taps: int, names: frozenset[str]) -> None:
         super().__init__(config, names)
         glm = import_transformers().models.glm4_moe.modeling_glm4_moe

@@ -40,25 +40,21 @@ class HeadBackend(Backend):
     ) -> tuple[Tensor, Tensor]:
         """Run a flat pass; return the fields of a `HeadOutput` at the wanted rows.
 
-        are_target_states: whether the states are the target's, which the head projects and a
-        backend may overwrite.
+        are_target_states: whether the head projects the states; a backend may overwrite them.
         """
         raise NotImplementedError
 
     def block(self, reading: Reading | None, blocks: Sequence[Pass], rows_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Read texts and compute whole blocks after them; return the fields of a `HeadOutput` at
-        some of their rows.
+        """Read texts and compute blocks after them; return fields of a `HeadOutput`.
 
-        Only heads of the DFlash types. blocks: a pass for each of `BlockConfig.causalities`, or
-        none.
+        For DFlash types. blocks: a pass for each of `BlockConfig.causalities`, or none.
         """
         raise NotImplementedError
 
     def term(self, memory_NR: Tensor) -> Tensor:
-        """Return [N, draft vocabulary] the term of logits below tokens, from the tokens'
-        embeddings.
+        """Return [N, draft vocabulary] the term below tokens, from their embeddings.
 
-        After a pass of a DSpark head whose term depends on the embeddings alone.
+        After a pass of a DSpark head whose term depends on embeddings alone.
         """
         raise NotImplementedError
 
@@ -98,13 +94,11 @@ class TorchHead(TransformersBackend, HeadBackend):
         return term_NX
 
     def _output(self, state_NH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return states and their products with the output head."""
         if not len(state_NH):
             return state_NH, state_NH.new_empty(0, self._model.config.draft_vocab_size)
         return state_NH, self._model.products(state_NH)
 
     def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
-        """Pack the weights of products."""
         num_bytes: int = self._model.pack()
         return num_bytes
 

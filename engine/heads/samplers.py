@@ -1,5 +1,4 @@
-"""Samplers of chains after one pass of a head: a *draft row* is a row of the pass that drafts one
-token.
+"""Samplers of chains after one pass of a head; each *draft row* drafts one token.
 
 The draft row of depth l drafts the token at that depth. A sampler computes logits below any drafted
 node from the results of the pass, so further chains need no further pass.
@@ -18,13 +17,9 @@ class Tables(NamedTuple):
     """Logits of all draft rows below all tokens that the draft row before may draft."""
 
     logits_SPX: Tensor
-    """[S, P, X] float32; P is 1 if the tokens before make no difference. In a text's first draft
-    row all are alike.
-    """
+    """[S, P, X] float32; P is 1 if the previous token makes no difference."""
     token_SX: Tensor | None
-    """[S, X] the tokens that a draft row may draft, in ascending order, the same at every P; None
-    is the vocabulary.
-    """
+    """[S, X] Tokens that a draft row may draft, ascending; None is the vocabulary."""
 
 
 class ChainSampler:
@@ -60,9 +55,7 @@ class Marginals(ChainSampler):
 
 
 class MarkovHead(nn.Module):
-    """A term of low rank that depends on the previous token: vanilla, gated by the row's state, or
-    recurrent (rnn).
-    """
+    """A low-rank term of the previous token: vanilla, gated by the row, or recurrent (rnn)."""
 
     def __init__(self, kind: str, rank: int, width: int, vocab_size: int, draft_vocab_size: int) -> None:
         super().__init__()
@@ -96,7 +89,8 @@ class Markov(ChainSampler):
     def __init__(
         self, head: Any, state_SH: Tensor, first_SH: Tensor | None, logits_SV: Tensor, vocab_size: int
     ) -> None:
-        """first_SH: states of the anchors' rows, by draft row, if the memory begins there;
+        """first_SH: states of anchors by draft row, if the memory begins there.
+
         logits_SV: [S, draft vocabulary] without the term.
         """
         self._head, self._markov, self._vocab_size = head, head.markov_head, vocab_size
@@ -139,9 +133,7 @@ class CandidateSelector(nn.Module):
 
 
 class Selected(ChainSampler):
-    """Logits of each draft row's likeliest tokens, weighted by a `CandidateSelector`; no other
-    token is drafted.
-    """
+    """Logits of each draft row's likeliest tokens, weighted by a `CandidateSelector`."""
 
     def __init__(self, selector: CandidateSelector, state_SH: Tensor, logits_SV: Tensor, count: int) -> None:
         self._selector, self._state_SH, self._vocab_size = selector, state_SH, logits_SV.shape[1]

@@ -12,10 +12,9 @@ from torch import Tensor
 def categorical(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
     """Draw one index per row with probability proportional to its weight.
 
-    weights_NV: non-negative, each row with some mass (rows need not sum to 1). uniform_N: numbers
-    in [0, 1). Sums are computed in float64. An index of zero weight is never returned, even if a
-    uniform number is so close to 1 that it reaches the end of the sum. For non-finite weights the
-    index is arbitrary.
+    weights_NV: non-negative, with some mass in each row (sums in float64). uniform_N: in [0, 1). No
+    index of zero weight is returned, even if a number is so close to 1 that it reaches the end. For
+    non-finite weights the index is arbitrary.
     """
     cumulative_NV = weights_NV.cumsum(-1, dtype=torch.float64)
     total_N1 = cumulative_NV[:, -1:]

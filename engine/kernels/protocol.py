@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 KVMoves = Sequence[tuple[int, int]]
-"""Slots (from, to) of a sequence."""
+"""(from, to)."""
 
 
 class Filters(NamedTuple):
@@ -26,11 +26,11 @@ class Filters(NamedTuple):
     """
 
     min_p_N: Tensor | None = None
-    """Share of the most likely token's probability; 0 keeps all."""
+    """Share of the largest probability; 0 keeps all."""
     top_k_N: Tensor | None = None
     """Number of tokens; 0 keeps all."""
     top_p_N: Tensor | None = None
-    """Mass of the most likely tokens that are kept; 1 keeps all."""
+    """Mass of the likeliest tokens; 1 keeps all."""
     most_k: int = 0
     """Upper bound of `top_k_N`, known on the host."""
 
@@ -50,9 +50,8 @@ class ProbsTable:
 
     probs_NV: Tensor
     row_CX: Tensor
-    """[C, L] for draft distributions, [C, L + 1] for target distributions."""
+    """[C, L] for drafts, [C, L + 1] for the target."""
     kernels: Kernels
-    """Kernels for operations on these distributions."""
 
     def rows(self, depth_C: Tensor) -> Tensor:
         """Return [C, V] the distribution below each chain's first `depth_C` tokens."""
@@ -63,74 +62,63 @@ class ProbsTable:
         return self.probs_NV[self.row_CX[:, depth]]
 
     def probability(self, depth_C: Tensor, token_C: Tensor) -> Tensor:
-        """Return [C] the float64 probability of `token_C` below each chain's first `depth_C`
-        tokens.
-        """
+        """Return [C] the float64 probability of `token_C` below the first `depth_C` tokens."""
         row_C = self.row_CX.gather(1, depth_C.unsqueeze(1)).squeeze(1)
         return self.probs_NV[row_C, token_C].double()
 
     def along(self, token_CL: Tensor) -> Tensor:
-        """Return [C, L] the float64 probability of each token, below the chain's tokens before
-        it.
-        """
+        """Return [C, L] the float64 probability of each token after those before it."""
         return self.probs_NV[self.row_CX[:, : token_CL.shape[1]], token_CL].double()
 
     def select(self, index: Tensor) -> ProbsTable:
-        """Return the distributions of the chains at `index`."""
         return replace(self, row_CX=self.row_CX[index])
 
 
 @dataclass(frozen=True)
 class TargetShifts:
-    """Pending changes of the target distribution (`target_shift.py`), M of them per chain, oldest
-    first.
-    """
+    """Pending changes of the target (`target_shift.py`), M of them per chain, oldest first."""
 
     remaining_CM: Tensor
-    """A shift holds at the nodes of depth below this (the root has depth 0); 0 pads."""
+    """A shift holds at nodes of smaller depth (the root has 0); 0 pads."""
     state_CM4: Tensor
-    """State (r, u, carry, gamma) at the root: float64."""
+    """State (r, u, carry, gamma) at the root, float64."""
     num_chains_CM: Tensor
-    """Number of chains of the block that caused the shift."""
+    """Chains of the block that caused the shift."""
 
     def select(self, index: Tensor) -> TargetShifts:
-        """Return the shifts of the chains at `index`."""
         return TargetShifts(self.remaining_CM[index], self.state_CM4[index], self.num_chains_CM[index])
 
 
 @dataclass(frozen=True)
 class Chains:
-    """Drafted chains of a step, flat over requests: the chains of a request are contiguous, in
-    order.
-    """
+    """Drafted chains of a step, contiguous by request."""
 
     tokens_CL: Tensor
-    """Drafted tokens; 0 beyond a chain's length."""
+    """0 beyond a chain's length."""
     length_C: Tensor
     request_C: Tensor
     """Sampling row (0, 1, ...) of each chain."""
     draft: ProbsTable
     """Distributions from which the tokens were drawn."""
     shape: tuple[int, int]
-    """(number of requests, most chains of a request)."""
+    """(requests, most chains of a request)."""
     leads_CL: Tensor | None = None
-    """Whether the chain is the first through its node; None if no two chains share a draw."""
+    """Whether a chain is the first through its node; None if no draw is shared."""
     shifts: TargetShifts | None = None
-    """Changes of the target distribution by earlier steps, by chain; None if there are none."""
+    """Changes of the target by earlier steps, by chain."""
 
     @property
     def num_chains(self) -> int:
-        """Return C."""
         return self.tokens_CL.shape[0]
 
     @property
     def max_length(self) -> int:
-        """Return L, the length of the longest chain."""
         return self.tokens_CL.shape[1]
 
     def select(self, index: Tensor, shape: tuple[int, int]) -> Chains:
-        """Return the chains at `index`; requests keep their numbers. shape: shape of the
-        selection.
+        """Return the chains at `index`; requests keep their numbers.
+
+        shape: of the selection.
         """
         return Chains(
             self.tokens_CL[index],
@@ -151,14 +139,12 @@ class ChainNoise:
     residual_C: Tensor
     score_C: Tensor
     chosen_accept_CL: Tensor
-    """Numbers for decisions about a chain that was chosen by the numbers above."""
+    """Numbers for decisions about a chain that the numbers above chose."""
     chosen_residual_C: Tensor
 
     @staticmethod
     def of(numbers: Tensor, length: int) -> ChainNoise:
-        """Return views of the numbers that `engine.drafting.numbers.draw_numbers` returns, for
-        chains of at most `length`.
-        """
+        """Return views of `engine.drafting.numbers.draw_numbers`, for chains up to `length`."""
         _, accept, chosen_accept, residual, score, chosen_residual = numbers
         return ChainNoise(
             accept[:, :length],
@@ -169,7 +155,6 @@ class ChainNoise:
         )
 
     def select(self, index: Tensor) -> ChainNoise:
-        """Return the numbers of the chains at `index`."""
         return ChainNoise(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
@@ -178,10 +163,10 @@ class TextNodes:
     """Nodes of text drafts among the N nodes of a step, on the host."""
 
     parent_N: Ints
-    """Node above, counted from the request's root; -1 for nodes that are on no text draft."""
+    """Node above, counted from the request's root; -1 for nodes of no text draft."""
     token_N: Ints
     number_BL: Floats
-    """Uniform numbers that decide about the children at each depth."""
+    """Numbers that decide about the children at each depth."""
 
     @staticmethod
     def none(num_nodes: int, num_requests: int) -> TextNodes:
@@ -198,11 +183,11 @@ class ChainVerdict:
     """Result of each request: the selected chain, its accepted length, and one further token."""
 
     chain_B: Tensor
-    """Index of the selected chain in `Chains`."""
+    """Index in `Chains`."""
     accepted_B: Tensor
     """Accepted drafted tokens (tau)."""
     next_token_B: Tensor
     shifts: TargetShifts | None = None
-    """Changes of the target distribution that hold after these tokens; None if there are none."""
+    """Changes of the target after these tokens, or None."""
     bias_B: Tensor | None = None
-    """Distance from the target that lossy acceptance allowed, summed over the decided positions."""
+    """Distance from the target by lossy acceptance, summed over decided positions."""

@@ -137,11 +137,10 @@ def stop_chains(chains: Chains, target: ProbsTable, known: Blocks, noise: ChainN
 def score_bounds(
     chains: Chains, target: ProbsTable, known: Blocks, accepted_C: Tensor, next_token_C: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return ([C] lower, [C] upper) bounds of the interval in which a chain's score is uniform;
-    float64.
+    """Return ([C] lower, [C] upper) bounds of a chain's uniform score; float64.
 
-    Upper is the ceiling of the accepted prefix, lower the ceiling of the prefix extended by the
-    next token: 0 after a whole chain (no further ceiling) and off the draft distribution's support.
+    Upper is the ceiling of the accepted prefix, lower that of the prefix with the next token: 0
+    after a whole chain, and off the draft distribution's support.
     """
     index_C1 = accepted_C.unsqueeze(1)
     upper_C = known.ceiling_CL1.gather(1, index_C1).squeeze(1)
@@ -165,8 +164,7 @@ def race(chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
 
 
 def longest_match(chains: Chains, certain_CX: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ([C] number of leading tokens that are the most likely, [C] the next most likely
-    token).
+    """Return ([C] leading tokens that are the most likely, [C] next most likely token).
 
     certain_CX: [C, L + 1] the most likely token below the first i tokens of each chain.
     """

@@ -40,16 +40,14 @@ class Kernels:
     """Operations over rows of the vocabulary, over drafted chains, and over K/V."""
 
     decides = False
-    """Whether `decide` is one compiled call, also for text drafts; otherwise no step calls it."""
+    """Whether `decide` is one compiled call, also for text drafts; else no step calls it."""
     by_tiles = False
     """Whether operations work on tiles of a row.
 
-    The rules `token`, `block` and `bv_race` then store a sum for each tile instead of whole rows.
+    `token`, `block` and `bv_race` then store a sum for each tile, not whole rows.
     """
     reads_no_filter = False
-    """Whether filters sort no row, and read no number on the host, so that CUDA graphs record
-    them.
-    """
+    """Whether filters sort no row and read no number on the host, so CUDA graphs record them."""
 
     def softmax(self, logits_NV: Tensor, temperature_N: Tensor, probs_NV: Tensor | None = None) -> Tensor:
         """Return [N, V] float32 distributions at positive temperatures.

@@ -6,8 +6,8 @@ verification and plain decoding. It is the specification of the compiled calls t
 min-p, top-k, top-p. Every filter keeps ties at its edge, so the distribution is a function of the
 logits and not of a sort's order.
 
-Not for: drawing tokens (`kernels/draw.py`), penalties and masks (`edits.py` changes the logits
-before this).
+Not for: drawing tokens (`kernels/draw.py`), penalties and masks (`edits.py` changes
+the logits before this).
 """
 
 from __future__ import annotations
@@ -28,27 +28,24 @@ from engine.kernels.transfer import to_device_at_once
 from engine.request import Sampling
 
 FILTERS: Mapping[str, float] = MappingProxyType({"min_p": 0.0, "top_k": 0, "top_p": 1.0})
-"""Filters in the order of application: field of `Sampling`, and its value that changes nothing. A
-new one needs an entry here, its field of `Sampling`, and its place in `Filters` and
-`Kernels.distribution`.
+"""Filters in order: field of `Sampling`, and its neutral value.
+
+A new one needs an entry here, its field of `Sampling`, and its place
+in `Filters` and `Kernels.distribution`.
 """
 _filtered = attrgetter(*FILTERS)
-"""Parameters of all filters."""
 
 
 @dataclass(frozen=True, eq=False)
 class DistributionParameters:
-    """Sampling parameters of N rows of probabilities, as tensors on the logits' device; compared by
-    identity.
-    """
+    """Sampling parameters of N rows, as tensors on the logits' device; compared by identity."""
 
     temperature_N: Tensor
-    """0 if the most likely token has probability 1."""
+    """0 for greedy."""
     any_greedy: bool
     all_greedy: bool
     filters: Filters
     kernels: Kernels
-    """Kernels that compute the probabilities."""
 
     @staticmethod
     def of(samplings: Sequence[Sampling], device: torch.device, kernels: Kernels) -> DistributionParameters:
@@ -67,9 +64,7 @@ class DistributionParameters:
 def _parameters_of(
     rows: tuple[tuple[float, ...], ...], device: torch.device, kernels: Kernels
 ) -> DistributionParameters:
-    """Return the parameters of these rows (temperature and the parameters of `FILTERS`). They are
-    cached: do not write to them.
-    """
+    """Return the parameters of these rows; cached, so read-only."""
     temperatures, *filter_values = zip(*rows, strict=True) if rows else ((), *((),) * len(FILTERS))
     arrays = [
         np.array(values, np.int64 if name == "top_k" else np.float32)
@@ -85,8 +80,7 @@ def _parameters_of(
 
 
 def distribution(logits_NV: Tensor, parameters: DistributionParameters, probs_NV: Tensor | None = None) -> Tensor:
-    """Return the probabilities (float32, same shape) of the distribution that each row's request
-    samples from.
+    """Return the distribution of each row's request (float32, same shape).
 
     probs_NV: output tensor, if given.
     """

@@ -1,5 +1,4 @@
-"""Changes of a request's logits that depend on its text: bias, penalties, masks. Before temperature
-and filters.
+"""Changes of logits that depend on a request's text: bias, penalties, masks.
 
 A *context* is a place that needs a distribution: after a text, and after a path of drafted tokens
 below it. Every node of every branch has a context, and counts are of its path alone. Order, as
@@ -53,9 +52,8 @@ class NodeContext:
     sampling: Sampling
     text: LogitContext
     depth: int = 0
-    """Number of drafted tokens after the text."""
     path: tuple[int, ...] = ()
-    """These tokens, if masks depend on them (`plan.Row.needs_path`)."""
+    """Tokens after the text, if masks depend on them (`plan.Row.needs_path`)."""
 
     @property
     def num_emitted(self) -> int:
@@ -86,16 +84,13 @@ def edit(logits_NV: Tensor, contexts: Sequence[NodeContext | None], path_ND: Ten
 
 
 class _Bias(NamedTuple):
-    """Rows that share a bias, first as arrays of the host, then on the logits' device; so are the
-    other edits.
-    """
+    """Rows that share a bias: arrays of the host, then tensors, as other edits."""
 
     rows: Any
     tokens: Any
     values: Any
 
     def apply(self, edited_NV: Tensor, _path_ND: Tensor | None) -> None:
-        """Add the bias in place."""
         edited_NV.index_put_((self.rows.unsqueeze(1), self.tokens), self.values, accumulate=True)
 
 
@@ -108,7 +103,6 @@ class _Masks(NamedTuple):
     """Different masks; most nodes of a request share one."""
 
     def apply(self, edited_NV: Tensor, _path_ND: Tensor | None) -> None:
-        """Mask the rows in place."""
         masked_MV = edited_NV[self.row_M].masked_fill_(~self.allowed_DV[self.number_M], -torch.inf)
         is_dead_M1 = (masked_MV.amax(1) == -torch.inf).unsqueeze(1)
         edited_NV[self.row_M] = masked_MV.masked_fill_(is_dead_M1, 0.0)
@@ -122,25 +116,22 @@ def _as_arrays(masks: dict[int, Bools]) -> _Masks:
 
 
 def has_dead_end(text: LogitContext, emitted: Sequence[int], vocab_size: int) -> bool:
-    """Whether one of the tokens emitted after a text was drawn where the request's masks leave no
-    token.
+    """Return whether an emitted token was drawn where the masks leave none.
 
-    Dead ends of the grammar itself are detected by the grammar (`engine.grammar`).
+    Grammars detect their own dead ends (`engine.grammar`).
     """
     num_held = 0 if text.grammar else text.min_tokens - (len(text.tokens) - text.num_prompt)
     return text.fixed.has_dead_end(text.tokens, emitted, num_held, vocab_size)
 
 
 class _Penalties(NamedTuple):
-    """Penalised entries: a token of a text, at a row (E), and a token of the path above a row
-    (X).
-    """
+    """Penalised tokens: of a text, by row (E), and of the path above a row (X)."""
 
     strength_P3: Any
     """Repetition, frequency and presence penalty of each penalised row (P)."""
     row_E: Any
     place_E: Any
-    """Number of the penalised row."""
+    """Penalised row."""
     token_E: Any
     count_E: Any
     row_X: Any
@@ -148,19 +139,16 @@ class _Penalties(NamedTuple):
     at_X: Any
     """Index of the token in its path."""
     is_above_XD: Any
-    """Tokens of the path above the row."""
     text_X: Any
     text_S: Any
-    """[S] Text of each counted token of all texts."""
+    """[S] Text of each counted token."""
     token_S: Any
     count_S: Any
     length_T: Any
-    """[texts] Number of these tokens."""
+    """[texts] Number of counted tokens."""
 
     def apply(self, edited_NV: Tensor, path_ND: Tensor | None) -> None:
-        """Penalise tokens in place, for all their occurrences in the text and in the path above the
-        row.
-        """
+        """Penalise tokens in place, for their occurrences in text and path."""
         counted_tokens, strength_E3 = (self.row_E, self.token_E), self.strength_P3[self.place_E]
         changed_E = _changed(edited_NV[counted_tokens], strength_E3, self.count_E)
         if path_ND is None or not len(self.row_X):
@@ -239,9 +227,7 @@ def _masks(contexts: Sequence[NodeContext | None], fixed: dict[int, FixedEdits],
 
 
 def _followed(contexts: Sequence[NodeContext | None]) -> dict[int, Bools | None]:
-    """Return the grammars' masks by row. Each grammar is asked once for all its rows, and all are
-    asked before any is awaited.
-    """
+    """Return the grammars' masks by row; all are asked once, before any is awaited."""
     rows: dict[int, list[int]] = {}
     for row, context in enumerate(contexts):
         if context is not None and context.text.grammar is not None:
@@ -257,10 +243,9 @@ def _followed(contexts: Sequence[NodeContext | None]) -> dict[int, Bools | None]
 
 
 def _allowed(context: NodeContext, fixed: FixedEdits, vocab_size: int, following: Bools | None) -> Bools | None:
-    """Return [V] the tokens that may come next, None for all. An end token that the grammar demands
-    may come before min_tokens.
+    """Return [V] the tokens that may come next, None for all.
 
-    following: mask of the context's grammar.
+    An end token that the grammar demands may come before min_tokens. following: the grammar's mask.
     """
     text = context.text
     holds_back = context.num_emitted < text.min_tokens

@@ -26,13 +26,13 @@ class NodePaths(NamedTuple):
     """Nodes that need distributions: after a row's text, or below tokens drafted for it."""
 
     row_N: Ints
-    """Number of each node's row."""
+    """Row of each node."""
     depth_N: Ints
-    """Number of drafted tokens above each node."""
+    """Drafted tokens above each node."""
     paths: Callable[[], Sequence[Sequence[int]]]
-    """These tokens, on the host; called only if masks depend on them."""
+    """These tokens on the host, if masks depend on them."""
     path_ND: Callable[[], Tensor | None]
-    """The same on the logits' device, for penalties; None if no node has any."""
+    """The same on the logits' device, for penalties; None without any."""
 
 
 def node_distributions(
@@ -42,10 +42,10 @@ def node_distributions(
     parameters: DistributionParameters,
     probs_NV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ([N, V] probabilities, [N, V] scores that order their tokens: edited logits, or the
-    race of seed-stable rows).
+    """Return ([N, V] probabilities, [N, V] scores that order their tokens).
 
-    parameters: one entry per node. probs_NV: output tensor for the probabilities, if given.
+    Scores are edited logits, or the race of seed-stable rows. parameters: one entry per node.
+    probs_NV: output tensor, if given.
     """
     contexts = _contexts(rows, nodes)
     if any(contexts):
@@ -69,9 +69,7 @@ def _contexts(rows: Sequence[Row], nodes: NodePaths) -> list[NodeContext | None]
 
 
 def _race_stable(rows: Sequence[Row], nodes: NodePaths, probs_NV: Tensor, logits_NV: Tensor) -> Tensor:
-    """Return the scores that order the tokens of every node. Probabilities of seed-stable rows
-    become 1 for the winner, in place.
-    """
+    """Return the scores of all nodes; set seed-stable rows to 1 for the winner, in place."""
     if not any(row.sampling.seed_stable for row in rows):
         return logits_NV
     numbers = [n for n, row in enumerate(nodes.row_N.tolist()) if rows[row].sampling.seed_stable]

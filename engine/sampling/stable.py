@@ -1,5 +1,4 @@
-"""Seed-stable sampling: a token is a function of the distribution, the seed and the token's index
-alone.
+"""Seed-stable sampling: distribution, seed and index decide a token.
 
 Every token x has an exponential clock E_x named by (seed, index of the token drawn, x). The drawn
 token is the one with the largest p(x) / E_x, which has probability p(x). So the same seed gives the
@@ -25,10 +24,9 @@ from engine.request import Sampling
 
 
 def race(probs_NV: Tensor, samplings: Sequence[Sampling], indices: Sequence[int]) -> Tensor:
-    """Return [N, V] (float64) scores of the race, largest first; tokens of probability zero have
-    score 0.
+    """Return [N, V] (float64) scores of the race; 0 for tokens of probability zero.
 
-    indices: index in its text of the token that each row is for.
+    indices: index in its text of each row's token.
     """
     names = [(sampling.seed, index) for sampling, index in zip(samplings, indices, strict=True)]
     # Nodes of one depth share their clocks.
@@ -47,8 +45,7 @@ def winners_only(race_NV: Tensor) -> Tensor:
 
 
 def uniform_rows(begun_N: Tensor, count: int) -> Tensor:
-    """Return [N, count] `uniform(seed, position, purpose, 0, 0 .. count - 1)` in rows, computed on
-    the device.
+    """Return [N, count] `uniform(seed, position, purpose, 0, 0 .. count - 1)` on the device.
 
     begun_N: `hash_words` of seed, position, purpose and 0.
     """

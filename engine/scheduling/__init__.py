@@ -1,3 +1,1 @@
-"""Scheduling: which requests run, how many tokens each computes in a step, and when an answer ends.
-No torch.
-"""
+"""Plans steps and ends answers: which requests run, and how many tokens each computes."""

@@ -1,10 +1,8 @@
-"""Block tables of sequences: which K/V blocks they take, share through the prefix cache, and
-release.
+"""K/V blocks of sequences: allocation, sharing through the prefix cache, release.
 
 Target and draft model share a table, and their storage has the same blocks. With a draft window the
-draft model has a separate table and pool. It never reads a token again once the window has passed
-it, so a sequence holds the draft blocks of its window only, and none if it drafts nothing. (A
-request that must draft without the window holds the draft blocks of its whole text.)
+draft model has a separate table and pool: a sequence holds the draft blocks of its window only,
+none if it drafts nothing, and all if it must draft without the window.
 
 Not for: when sequences take and release blocks (`scheduler.py`), or what is in them (`store.py`).
 """
@@ -21,8 +19,6 @@ BlockTable = tuple[int, ...]
 
 
 class BlockTables:
-    """Blocks of the K/V of all sequences."""
-
     def __init__(self, target: BlockStore, draft: BlockStore | None = None) -> None:
         """target, draft: blocks of their K/V; draft is None if the models share blocks."""
         self.target = target
@@ -30,9 +26,10 @@ class BlockTables:
         self._size = target.block_size
 
     def take_cached(self, sequence: Sequence) -> int:
-        """Hold the cached blocks of a text. Return the number of leading blocks that the draft
-        model need not compute: their K/V is cached, or before its window; 0 if no block in its
-        window is cached.
+        """Hold a text's cached blocks; return how many leading blocks the draft model can skip.
+
+        It skips blocks with cached draft K/V, or before its window; none if its window
+        has no cached block.
         """
         keys = sequence.block_keys(sequence.num_shared // self._size, self._size)
         blocks, num_with_draft_kv = self.target.take_cached(keys)
@@ -53,8 +50,7 @@ class BlockTables:
     def publish(self, sequence: Sequence, num_target: int, draft_kv_first: int, num_draft: int) -> None:
         """Let other requests use the full blocks of a text.
 
-        num_target: tokens with target K/V. Tokens from index `draft_kv_first` up to `num_draft`
-        have draft K/V.
+        num_target: tokens with target K/V; those in [draft_kv_first, num_draft) have draft K/V.
         """
         if not sequence.shares_blocks:
             return
@@ -83,17 +79,16 @@ class BlockTables:
         sequence.num_blocks_with_draft_kv = max(num_with_draft_kv, sequence.num_blocks_with_draft_kv)
 
     def try_allocate(self, row: PlannedRow) -> bool:
-        """Allocate the blocks of a row. Return False if too few are free; blocks of the draft model
-        may have been allocated then.
+        """Allocate the blocks of a row; return False if too few are free.
+
+        The draft model's blocks may then be allocated.
         """
         if self.draft is not None and not self._try_allocate_draft(row, self.draft):
             return False
         return self._extend_target(row.sequence, row.end + row.num_nodes)
 
     def holds_lacking_blocks(self, sequence: Sequence, row: PlannedRow) -> bool:
-        """Whether a sequence holds blocks of the pool in which `try_allocate` found too few for a
-        row.
-        """
+        """Return whether a sequence holds blocks of the pool that was short for a row."""
         if self.draft is not None:
             num_missing = -(-row.draft_kv_stop // self._size) - len(row.sequence.draft_block_ids)
             if num_missing > self.draft.num_free:
@@ -101,8 +96,9 @@ class BlockTables:
         return bool(sequence.block_ids)
 
     def admit(self, row: PlannedRow, stop: int) -> bool:
-        """Allocate the target's blocks of a text up to index `stop`, and the draft model's of this
-        row; return False if too few are free for the whole text.
+        """Allocate a text's blocks up to index `stop`, and the draft model's of this row.
+
+        Return False if too few are free for the whole text.
         """
         if not self.has_blocks(row.sequence, stop):
             return False
@@ -121,7 +117,6 @@ class BlockTables:
         return num_blocks - len(sequence.block_ids) <= self.target.num_free
 
     def release(self, sequence: Sequence) -> None:
-        """Release all blocks of a sequence."""
         self.target.release(sequence.block_ids)
         if self.draft is not None:
             self.draft.release(sequence.held_draft_blocks)
@@ -151,7 +146,6 @@ class BlockTables:
         return free, self.draft.forget(draft_blocks)
 
     def forget_all(self) -> None:
-        """Remove all blocks from the prefix cache."""
         for store in (self.target, self.draft):
             if store is not None:
                 store.forget_all()

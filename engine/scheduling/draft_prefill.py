@@ -34,8 +34,9 @@ class DraftPrefill:
         self.draft_window = draft_window
         self.by_head = by_head
         self.most_lag = max(0, min(max(budget // 8, draft_window), guaranteed - 1))
-        """Most tokens of lag that a step makes up: less than a prompt's guaranteed tokens, so that
-        the target advances, too.
+        """Most lagging tokens of a step.
+
+        Fewer than a prompt's guaranteed ones, so the target advances.
         """
         self._share = self.most_lag
 
@@ -66,8 +67,9 @@ class DraftPrefill:
         return min(missing, sequence.draft_window) if sequence.draft_window else missing
 
     def most_cached(self, sequence: Sequence, num_with_draft_kv: int) -> int:
-        """Return the most tokens of a cached prefix that a request may use if it is to draft in its
-        first step. num_with_draft_kv: leading tokens that the draft model need not compute
+        """Return the most cached tokens with which a request can draft in its first step.
+
+        num_with_draft_kv: leading tokens that the draft model need not compute
         (`BlockTables.take_cached`).
         """
         num_text = len(sequence.tokens)

@@ -1,6 +1,4 @@
-"""Results of a step in the message that leaves the engine: for each request, and for the engine
-itself.
-"""
+"""Results of a step in the message that leaves the engine."""
 
 from __future__ import annotations
 
@@ -23,44 +21,35 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None
     """`stop`, `length`, or None while the answer continues."""
     draft_length: int
-    """Longest chain this step drafted; 0 for a plain step."""
+    """Length of the longest chain; 0 for a plain step."""
     num_chains: int
     text_draft_counts: list[DrafterCount]
-    """Contributions of the text drafters, which all counts below include."""
+    """Counts of each text drafter, which all counts below include."""
     num_predicted: int
-    """Tokens among `token_ids` that the request's prediction contained."""
+    """Tokens of `token_ids` that the request's prediction contained."""
     rule: str
     num_nodes: int
-    """Drafted nodes verified for this request."""
     num_accepted: int
-    """Drafted tokens among `token_ids`."""
     num_cached: int
-    """Prompt tokens whose K/V was cached when the request was admitted."""
+    """Prompt tokens with cached K/V at admission."""
     queue_s: float
-    """Time until the request was first admitted."""
+    """Time until the first admission."""
     reading_s: tuple[float, float] = (0.0, 0.0)
-    """Time of earlier steps that read its text since its last token, and the time that plain
-    decoding would have taken for these steps.
-    """
+    """Time of prompt-only steps since the last token, and of the same steps without drafts."""
     logprobs: list[TokenLogprob] = []
-    """Logprobs of each token, if the request asked for them."""
     prompt_logprobs: list[msgspec.Raw] = []
-    """Logprobs of the prompt's tokens after the first, sent with the first emitted tokens if the
-    request asked for them. `write_logprobs` encodes the logprobs of each step of the prompt; the
-    message's decoder skips them.
+    """Logprobs of the prompt after its first token, in the outcome of the first emission.
+
+    Encoded by `write_logprobs`; the message's decoder skips them.
     """
     gap: float | None = None
-    """Optimum acceptance minus the rule's own at this step's first position; None if it was not
-    observed.
-    """
+    """Optimum acceptance minus the rule's at the step's first position; None if not observed."""
     bias: float = 0.0
-    """Distance from the target distribution that lossy acceptance allowed in this step; 0 is
-    exact.
-    """
+    """Distance from the target distribution by lossy acceptance; 0 is exact."""
     drafts: tuple[tuple[int, ...], ...] = ()
-    """Chains of the step, if the request asked for them; empty for a plain step."""
+    """Chains of the step, if the request asked for them."""
     rests: bool = False
-    """Whether the controller chose plain decoding because it is as fast at this load."""
+    """Whether the controller chose plain decoding as equally fast at this load."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -68,7 +57,6 @@ _decoder = msgspec.msgpack.Decoder(list[TokenLogprob])
 
 
 def write_logprobs(logprobs: Sequence[TokenLogprob]) -> msgspec.Raw:
-    """Encode the logprobs of one step."""
     return msgspec.Raw(_encoder.encode(logprobs))
 
 
@@ -82,25 +70,23 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the engine after a step; times in seconds, counts since start unless said."""
 
     wall_s: float
-    """Duration of this step."""
     plain_s: float | None
-    """Time of a plain decoding step of the rows that emit, at their contexts, under the load of
-    this step; None if plain steps were not measured. With `prompt_s` it is at most `wall_s`.
+    """Time of a plain step of the emitting rows under this step's load; None until measured.
+
+    With `prompt_s` it is at most `wall_s`.
     """
     usual_plain_s: float
-    """Time of such a plain step by the model of step times, whatever delayed this step."""
+    """Time of such a plain step by the model of step times, without this step's delays."""
     prompt_s: float
-    """Part of this step's time that prompts took, and that plain decoding would take as well."""
+    """Time of this step's prompts, which plain decoding would take as well."""
     phases_s: dict[str, float]
-    """Duration of this step by phase (`PHASES`)."""
+    """Duration by phase (`PHASES`)."""
     num_running: int
     num_waiting: int
     num_blocks_used: int
     num_preemptions: int
     num_cache_queries: int
-    """Tokens of admitted texts."""
     num_cache_hits: int
-    """Tokens of admitted texts with cached K/V."""
     num_steps: int
 
 
@@ -123,11 +109,11 @@ class Timing:
     wall_s: float = 0.0
     """Time of the passes, and of earlier steps that read the answers' texts."""
     plain_s: float = 0.0
-    """Time of one plain pass in place of each pass, under the load of that pass."""
+    """Time of one plain pass in place of each pass, under its load."""
     prompt_s: float = 0.0
-    """Time that plain decoding would have taken for prompts in these steps."""
+    """Time of plain decoding for prompts in these steps."""
     usual_s: float = 0.0
-    """Usual time of one plain pass in place of each pass, without its load."""
+    """Usual time of one plain pass in place of each pass."""
     usual_tokens_s: float = 0.0
     """Usual time of one plain pass for each token."""
 
@@ -147,7 +133,6 @@ class Timing:
             self.usual_tokens_s += num_tokens * stats.usual_plain_s
 
     def __add__(self, other: Timing) -> Timing:
-        """Return the sum of two counts."""
         return Timing(*map(add, astuple(self), astuple(other)))
 
     def __sub__(self, earlier: Timing) -> Timing:

@@ -17,17 +17,15 @@ from engine.control.step_work import StepWork
 from engine.scheduling.sequence import Sequence
 
 MOST_SHARING = 8
-"""Number of waiting requests that are considered when a step's prompt tokens are divided."""
+"""Most waiting requests among which a step's prompt tokens are divided."""
 _LEAST_S = 0.1
-"""Seconds that prompts may add to a step if decoding itself takes less."""
+"""Seconds that prompts may always add to a step."""
 _LEAST_TOKENS = 8
-"""Tokens of each prompt that the time limit always allows, so that every prompt is completed."""
+"""Tokens of each prompt that the time limit always allows."""
 
 
 class PromptLimit:
-    """Time that the prompts of one step may add: as long as decoding takes, and at least 0.1
-    seconds.
-    """
+    """Limit of the time that prompts add to a step: that of decoding, or 0.1 s if it is more."""
 
     def __init__(self, times: StepTimes, rows: int, text: int) -> None:
         """rows: requests that decode in this step; text: tokens of their texts together."""

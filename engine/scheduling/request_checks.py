@@ -18,7 +18,7 @@ from engine.scheduling.text_drafters import TEXT_DRAFTERS
 from engine.speculation.conditions import check_conditions, may_adapt, served_rules
 
 MAX_LOGPROBS = 20
-"""Most alternatives that are reported for a token."""
+"""Most alternatives reported for a token."""
 
 _SHAPE_FOR_ANY_LOAD = (1, 4)
 
@@ -189,11 +189,10 @@ def default_speculation(config: SpeculationConfig, facts: EngineFacts) -> Specul
 def with_fixed_shape(
     speculation: Speculation, config: SpeculationConfig, device: str, is_crowded: bool = False
 ) -> Speculation:
-    """Return speculation with a fixed shape, for a request with a seed: the same answer under any
-    load.
+    """Return speculation with a fixed shape, so that a seed gives one answer under any load.
 
-    On a CPU, or for one of many requests, the shape is a short chain, which pays at any load;
-    elsewhere it is the maximum.
+    On a CPU, or for one of many requests, it is a short chain, which pays at any
+    load; else the maximum.
     """
     shape = (speculation.num_drafts, speculation.draft_length)
     if is_crowded or device.startswith("cpu"):

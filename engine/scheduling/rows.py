@@ -28,8 +28,8 @@ class PlannedRow(NamedTuple):
         0 ... draft_kv_first ... draft_read_first ... draft_read_end   end ... draft_kv_stop
               has K/V            computes now         computes later   drafts
 
-    Tokens before `draft_kv_first` may have no draft K/V. If the row draws drafts,
-    `draft_read_end` is `end`.
+    Tokens before `draft_kv_first` may have no draft K/V. If the row draws
+    drafts, `draft_read_end` is `end`.
     """
 
     sequence: Sequence
@@ -39,30 +39,26 @@ class PlannedRow(NamedTuple):
     fanout: Fanout
     text_drafts: tuple[TextDraft, ...]
     draft_read_first: int
-    """Index of the first token that the draft model computes."""
+    """First index that the draft model computes."""
     draft_read_end: int
-    """Index after the last token that the draft model computes."""
+    """Index after the last one that the draft model computes."""
     num_nodes: int
-    """Nodes of all its drafts, before equal prefixes of drawn chains are merged."""
+    """Nodes of all drafts, before equal prefixes of drawn chains are merged."""
 
     @property
     def num_known(self) -> int:
-        """Return the number of tokens that the target computes."""
         return self.end - self.sequence.num_target_computed
 
     @property
     def num_draft_known(self) -> int:
-        """Return the number of tokens that the draft model computes."""
         return self.draft_read_end - self.draft_read_first
 
     @property
     def first_index(self) -> int:
-        """Return the index of the first token that the target computes."""
         return self.sequence.num_target_computed
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Return the number of drawn nodes by depth, from 1 on."""
         return level_widths(self.fanout)
 
     @property
@@ -79,9 +75,7 @@ class PlannedRow(NamedTuple):
 
     @property
     def draft_kv_stop(self) -> int:
-        """Return the index after its draft K/V, nodes included; 0 if the draft model computes
-        nothing.
-        """
+        """Return the index after its draft K/V, with nodes; 0 if it computes none."""
         if self.draft_read_end <= self.draft_read_first:
             return 0
         return self.end + num_nodes(self.fanout)
@@ -95,7 +89,6 @@ class PlannedRow(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Return the most tokens that it adds to a pass."""
         num_target_tokens = self.num_known + self.num_nodes
         # A head's layer is small compared with the target: it catches up in one step.
         if self.sequence.by_head:
@@ -118,9 +111,7 @@ def in_turn(sequences: Iterable[Sequence]) -> list[Sequence]:
 
 
 def fanout_within(speculation: Speculation, most_nodes: int) -> Fanout:
-    """Return drafts that the controller does not choose; `most_nodes` holds for adaptive requests
-    only.
-    """
+    """Return drafts that the controller does not choose; `most_nodes` bounds adaptive requests."""
     most_nodes = max(1, most_nodes)
     if not speculation.adaptive or num_nodes(speculation.fanout) <= most_nodes:
         return speculation.fanout
@@ -143,12 +134,10 @@ def plan_row(
     most_text_nodes: int,
     draft_chunk: int | None,
 ) -> PlannedRow:
-    """Plan the row of a sequence that fits `budget`: all of its text with drafts, or a chunk of its
-    prompt.
+    """Plan a row within `budget`: all of the text with drafts, or a chunk of the prompt.
 
-    most_text_nodes: of text drafts that are a function of the text alone. draft_chunk: for a row
-    without drafts, number of tokens beyond the target's that the draft model may compute; None: it
-    computes none.
+    most_text_nodes: of text drafts that depend on the text alone. draft_chunk: for a row without
+    drafts, tokens beyond the target's that the draft model may compute; None if it computes none.
     """
     total = len(sequence.tokens)
     finder = sequence.text_draft_finder if most_text_nodes else None

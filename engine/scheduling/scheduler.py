@@ -1,25 +1,19 @@
 """Continuous batching: `plan()` decides a step and takes blocks; only `commit()` appends tokens.
 
-A step has a budget of tokens, which these rows take in this order:
-
-1. rows that decode, with the drafts that their requests fix; while prompts wait, a quarter of the
-   budget is left for prompts;
-2. chunks of running prompts, which share the budget, without the tokens that are held back for the
-   controller's drafts;
-3. new requests from the queue, as far as the shared budget, seats and blocks suffice;
-4. drafts that the controller chooses once the rows that emit are known, then text drafts.
+Rows take a step's budget of tokens in this order: decoding rows with the drafts that their requests
+fix (while prompts wait, a quarter is left for prompts); chunks of running prompts, without the
+tokens held for the controller's drafts; new requests, while seats and blocks suffice; drafts that
+the controller chooses once the emitting rows are known, then text drafts.
 
 Decoding rows and prompts go by priority, then by turns of clients, then by the time since their
 last row. The queue goes by priority and arrival.
 
-If the pool has no free block for a row, or a request in the queue finds no seat or no blocks while
-less urgent requests run, the sequence of the lowest priority that loses least is preempted: it
-returns to the queue and is recomputed later. Its noise depends on positions only, so the output
-stays the same if the request fixes its drafts. The output of an adaptive request keeps its
-distribution.
+If no block is free for a row, or a queued request finds no seat or blocks while less urgent
+ones run, the cheapest sequence of the lowest priority is preempted and recomputed later.
+Noise depends on positions only, so an answer with fixed drafts stays the same, and an
+adaptive one keeps its distribution.
 
-The number of tokens that a row drafts never depends on the drafted tokens, which keeps the output
-exact. If the request fixes it, the answer does not depend on the load.
+The number of drafted tokens never depends on drafted tokens, which keeps the output exact.
 """
 
 from __future__ import annotations
@@ -46,7 +40,7 @@ from engine.scheduling.store import BlockStore
 from engine.scheduling.text_plan import TextPlanner, text_drafts_depend_on_load
 
 Planned = dict[int, PlannedRow]
-"""Rows of a step, by sequence, before they are built."""
+"""Rows of a step by sequence, before they are built."""
 
 
 class Scheduler:
@@ -61,9 +55,7 @@ class Scheduler:
         by_head: bool = False,
         draft_blocks: BlockStore | None = None,
     ) -> None:
-        """by_head: whether a head drafts. draft_blocks: separate blocks of the draft model's K/V,
-        if a draft window bounds it.
-        """
+        """by_head: whether a head drafts. draft_blocks: draft pool with a draft window."""
         self.config = config
         self.draft_prefill = DraftPrefill(config, draft_window, by_head)
         self.tables = BlockTables(blocks, draft_blocks)
@@ -77,9 +69,7 @@ class Scheduler:
         self.last_plan = Plan(())
         self.num_preemptions = 0
         self.num_cache_queries = 0
-        """Tokens of all admitted texts."""
         self.num_cache_hits = 0
-        """Tokens of admitted texts with K/V in the prefix cache."""
         self._waiting: list[Sequence] = []
         """Sorted by `urgency`, the most urgent first."""
         self._running: dict[int, Sequence] = {}
@@ -88,11 +78,13 @@ class Scheduler:
         self._next_id = 0
         self._step = 0
         self._prompt_draft_chunk: int | None = None
-        """The `draft_chunk` (see `plan_row`) of adaptive prompts in this step. It is fixed before
-        blocks are published: a row may later read more with the draft model, but never less.
+        """`draft_chunk` (`plan_row`) of adaptive prompts in this step.
+
+        Fixed before blocks are published: a row may later read more with the
+        draft model, never less.
         """
         self._adaptive_nodes = 0
-        """Nodes that each adaptive request may draft in this step without a controller."""
+        """Nodes of each adaptive request in this step without a controller."""
 
     def portion(self, number: int = 0, count: int = 1) -> Scheduler:
         """Return a scheduler with a portion of the blocks, which measurements may overwrite."""
@@ -103,12 +95,10 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of requests in the queue."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Return the number of requests that hold blocks."""
         return len(self._running)
 
     @property
@@ -253,8 +243,9 @@ class Scheduler:
         return budget
 
     def _held_for_drafts(self, decoding: list[Sequence], budget: int) -> int:
-        """Return the tokens that prompts leave for the controller's present drafts; a quarter of
-        the step stays for prompts.
+        """Return the tokens held back from prompts for the controller's present drafts.
+
+        A quarter of the step stays for prompts.
         """
         if self.controller is None:
             return 0
@@ -317,9 +308,7 @@ class Scheduler:
     # -- planning drafts --------------------------------------------------------------------------
 
     def _plan_drafts(self, planned: Planned, budget: int, controller: Controller) -> int:
-        """Let the controller choose for the adaptive rows that emit, and add their drafts if they
-        fit. Return the tokens left.
-        """
+        """Add the controller's drafts to the emitting adaptive rows; return the tokens left."""
         rows = self._in_place(planned)
         adaptive = []
         other_fanouts = []
@@ -382,8 +371,9 @@ class Scheduler:
         return 0 if depends_on_load else self.config.max_copied_tokens
 
     def _prompt_lag(self, sequence: Sequence) -> int:
-        """Return the extra tokens that the draft model must read for the row's chunk; 0 for heads,
-        or if the controller chooses drafts.
+        """Return the extra tokens that the draft model must read for a row's chunk.
+
+        0 for heads, or if the controller chooses drafts.
         """
         if sequence.by_head or self._is_adaptive(sequence):
             return 0
@@ -401,9 +391,7 @@ class Scheduler:
             self.tables.publish(row.sequence, row.end, row.draft_kv_first, row.draft_read_end)
 
     def _reserve(self, row: PlannedRow) -> bool:
-        """Allocate a row's blocks, preempting sequences if none are free. Return False if the row's
-        sequence was preempted.
-        """
+        """Allocate a row's blocks, preempting others if needed; False if the row itself is."""
         while row.sequence.sequence_id in self._running:
             if self.tables.try_allocate(row):
                 return True
@@ -412,10 +400,9 @@ class Scheduler:
         return False
 
     def _make_way(self) -> None:
-        """Preempt sequences for more urgent requests that wait.
+        """Preempt sequences for more urgent requests that wait, before any row of the step.
 
-        This precedes all rows of a step: later the blocks of a victim may be published, and other
-        rows read them.
+        Later a victim's blocks may be published, and other rows read them.
         """
         for number, urgent in enumerate(self._waiting[:MOST_SHARING]):
             while victim := self._less_urgent(urgent):
@@ -448,7 +435,6 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _forget(self, sequence: Sequence) -> None:
-        """Drop all K/V of a sequence."""
         self.tables.release(sequence)
         sequence.forget_computed()
 

@@ -27,44 +27,38 @@ class Sequence:
     arrived_s: float
     grammar: Grammar | None = None
     draft_window: int = 0
-    """Tokens before its drafts that the draft model sees: the server's window, or 0 (all tokens) if
-    the draft distribution must be fixed.
-    """
+    """Tokens before its drafts that the draft model sees; 0 for all."""
     fixed_draft_distribution: InitVar[bool] = False
-    """Whether the draft distribution after a text must be the same in all steps. With a window it
-    depends on where the step begins.
-    """
+    """Whether all steps must draft from one distribution; with a window it depends on the step."""
     eos_token_ids: InitVar[frozenset[int]] = frozenset()
     edits: InitVar[SharedEdits | None] = None
     answers: InitVar[AnswerStore | None] = None
     """Shared with other requests, as `edits` are."""
     by_head: bool = False
-    """Whether a head drafts, which reads the target's states of the text before the last token."""
+    """Whether a head drafts, which reads the target's states before the last token."""
     num_target_computed: int = 0
     num_draft_computed: int = 0
     draft_kv_first: int = 0
-    """Index from which the computed draft K/V has no gap."""
+    """Index from which draft K/V has no gap."""
     block_ids: tuple[int, ...] = ()
-    """Block table of the target: a tuple, so that steps recognise a table that has not changed."""
+    """Block table of the target; a tuple, so that steps recognise an unchanged table."""
     draft_block_ids: tuple[int, ...] = ()
-    """Block table of the draft model, if it has separate blocks."""
+    """Block table of a separate draft pool."""
     first_draft_block: int = 0
-    """Index in its block table of the first draft block that it holds; earlier blocks were released
-    or never allocated.
-    """
+    """Index of the first draft block in its table; earlier ones are released or never allocated."""
     num_published_blocks: int = 0
-    """Number of its blocks whose target K/V other requests may use."""
+    """Blocks whose target K/V others may use."""
     num_blocks_with_draft_kv: int = 0
-    """Number of its blocks whose draft K/V other requests may use."""
+    """Blocks whose draft K/V others may use."""
     num_cached: int = 0
     """Prompt tokens with cached K/V at the first admission."""
     num_draft_cached: int = 0
-    """Prompt tokens that the draft model need not compute, at the first admission."""
+    """Prompt tokens that the draft model skipped at the first admission."""
     last_step: int = -1
     prompt_logprobs: list[msgspec.Raw] = field(default_factory=list)
     shifts: tuple[TargetShift, ...] = ()
     queue_s: float = 0.0
-    """Time until its first admission."""
+    """Time until the first admission."""
 
     def __post_init__(
         self,
@@ -84,14 +78,15 @@ class Sequence:
         ends = tuple(sorted(self._stops)) if limits.min_tokens else ()
         self.fixed_edits = (edits or SharedEdits()).of(request.sampling, ends)
         self.counts = TextCounts(self.num_prompt)
-        """Counts of the tokens of the text, for penalties."""
+        """Token counts for penalties."""
         self.text_draft_finder = TextDraftFinder(request, answers or AnswerStore())
         """False if the request uses no text drafts."""
         self.text_tree: TextTree | None = None
-        """Continuations that its text drafters found in this step, drafted or not."""
+        """Continuations found by text drafters in this step, drafted or not."""
         self.shares_blocks = not (fixed_draft_distribution and self.draft_window)
-        """Whether it uses the prefix cache. False if the server has a draft window but this request
-        must draft without it: cached draft K/V was computed with the window.
+        """Whether it uses the prefix cache; not if it must draft without the server's window.
+
+        Cached draft K/V was computed with the window.
         """
         if fixed_draft_distribution:
             self.draft_window = 0
@@ -111,33 +106,28 @@ class Sequence:
 
     @property
     def needs(self) -> int:
-        """Return what its next row that emits needs of a step, whatever it drafts
-        (`engine.needs`).
-        """
+        """Return what an emitting row needs of a step, whatever it drafts (`engine.needs`)."""
         return needs_of_distribution(self.has_context, bool(self.shifts), self.request.sampling)
 
     @property
     def num_emitted(self) -> int:
-        """Return the number of tokens of the answer so far."""
         return len(self.tokens) - self.num_prompt
 
     @property
     def num_remaining(self) -> int:
-        """Return the number of tokens that the answer may still get."""
         return self.request.limits.max_tokens + self.num_prompt - len(self.tokens)
 
     @property
     def num_missing(self) -> int:
-        """Return the number of known tokens without target K/V; at least one while the request
-        runs.
-        """
+        """Return the known tokens without target K/V, at least one while the request runs."""
         return len(self.tokens) - self.num_target_computed
 
     @property
     def may_draft(self) -> bool:
-        """Whether drafts can follow its text now. A head drafts after a single token without target
-        K/V, and never before the answer's first token, so drafts do not depend on how the prompt
-        was cut.
+        """Return whether drafts can follow its text now.
+
+        A head drafts after a single token without target K/V, and never before the answer's first
+        token, so drafts do not depend on how the prompt was cut.
         """
         return not self.by_head or (self.num_missing == 1 and self.num_emitted > 0)
 
@@ -163,9 +153,7 @@ class Sequence:
         self._reading_s = (earlier_taken_s + taken_s, earlier_plain_s + plain_s)
 
     def take_reading(self) -> tuple[float, float]:
-        """Return (seconds of steps that have read its text since its last token, seconds that
-        plain decoding would have taken for them).
-        """
+        """Return (seconds of prompt-only steps since the last token, seconds if plain)."""
         reading_s = self._reading_s
         self._reading_s = (0.0, 0.0)
         return reading_s

@@ -32,9 +32,7 @@ def next_key(before: Key, tokens: Sequence[int]) -> Key:
 
 
 class BlockPool:
-    """Free blocks, allocated in runs that are as contiguous as possible, because a sequence with
-    contiguous blocks is read without a copy.
-    """
+    """Free blocks, allocated in contiguous runs, because such sequences are read without a copy."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -57,7 +55,6 @@ class BlockPool:
         return taken
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Return blocks to the pool."""
         for block in block_ids:
             assert 0 <= block < self.num_blocks, block
             assert not self._is_free[block], f"block {block} is already free"
@@ -65,7 +62,6 @@ class BlockPool:
         self.num_free += len(block_ids)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if the count of free blocks is wrong."""
         assert self._is_free.sum() == self.num_free
 
     def _take(self, begin: int, count: int) -> list[int]:
@@ -119,17 +115,14 @@ class BlockStore:
 
     @property
     def num_free(self) -> int:
-        """Return the number of blocks without a holder, with content or without."""
         return self._pool.num_free + len(self._idle)
 
     @property
     def num_empty(self) -> int:
-        """Return the number of blocks without a holder and without content."""
         return self._pool.num_free
 
     @property
     def num_used(self) -> int:
-        """Return the number of blocks with a holder."""
         return len(self._num_holders)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
@@ -141,9 +134,7 @@ class BlockStore:
         return blocks
 
     def take_cached(self, keys: Sequence[Key]) -> tuple[list[int], int]:
-        """Hold the blocks of the longest cached beginning of `keys`. Return these blocks, and the
-        number of leading blocks that also have the draft model's K/V.
-        """
+        """Hold the longest cached prefix; return (blocks, leading blocks with draft K/V)."""
         blocks: list[int] = []
         for key in keys:
             block = self._block_of.get(key)
@@ -196,7 +187,6 @@ class BlockStore:
         return [block for block in blocks if block not in self._num_holders]
 
     def forget_all(self) -> None:
-        """Remove all blocks from the prefix cache; their holders keep them."""
         self.forget(list(self._key_of))
 
     def check_invariants(self, held: Iterable[int]) -> None:

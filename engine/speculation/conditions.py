@@ -48,16 +48,15 @@ CONDITIONS: Mapping[str, Condition] = MappingProxyType(
 """Conditions by name.
 
 `independent_chains`: no two chains share a random number below the root. `whole_blocks`: while an
-earlier step changes the target's distribution, every node has a draft distribution, because the
-change depends on that distribution. Nodes of text drafts have no draft distribution.
-`fixed_distribution`: the draft distribution after a text depends on the text alone, not on where
-the step began. `fixed_shape`: no step drafts shorter chains than an earlier step whose change still
-holds, except at the answer's end.
+earlier step changes the target, every node has a draft distribution, on which the change depends;
+text drafts have none. `fixed_distribution`: the draft distribution depends on the text alone, not
+on where the step began. `fixed_shape`: no step drafts shorter chains than an earlier one whose
+change holds, but at the answer's end.
 """
 
 _OF_HEADS = (INDEPENDENT_CHAINS, WHOLE_BLOCKS, FIXED_SHAPE)
 ANY_DRAFTER = DraftFacts(title="this drafter", meets=_OF_HEADS)
-"""Facts that follow from the protocol of drafters (`drafting/drafter.py`)."""
+"""Facts of all drafters (`drafting/drafter.py`)."""
 _OF_TEXT_DRAFTS = (INDEPENDENT_CHAINS, FIXED_DISTRIBUTION)
 DRAFTER_FACTS: Mapping[str, DraftFacts] = MappingProxyType(
     {
@@ -73,13 +72,12 @@ DRAFTER_FACTS: Mapping[str, DraftFacts] = MappingProxyType(
         EARLIER_ANSWERS: DraftFacts(title="earlier answers", meets=_OF_TEXT_DRAFTS),
     }
 )
-"""Sources of drafts: the draft model, the types of heads in its place, and the text drafters.
+"""Sources of drafts: the draft model, heads, and text drafters.
 
-A head drafts from the target's state at the step's root, and from its own states or masks below
-drafted tokens. So the same text has another draft distribution in the next step. A draft model's
-distribution depends on the text alone. A request whose rule needs `fixed_distribution` drafts
-without `--draft-window` (`Sequence`). Rounding differs when other requests share the pass; it
-biases an answer by no more than its own size.
+A head drafts from the target's state at the step's root, so a text has another draft distribution
+in the next step. A draft model's depends on the text alone; a request that needs
+`fixed_distribution` drafts without `--draft-window` (`Sequence`). Rounding differs with other
+requests in the pass, and biases by no more than its size.
 """
 LATE_BRANCHES = DraftFacts(
     title="chains that share drafted tokens, as this tree's do",
@@ -103,9 +101,7 @@ def drafters_of(draft: DraftFacts | None) -> dict[str, DraftFacts]:
 
 
 def unmet(rule: RuleFacts, drafts: DraftFacts) -> str | None:
-    """Return the first condition of a rule that drafts do not meet; None if the rule is exact with
-    them.
-    """
+    """Return the first unmet condition of a rule; None if it is exact with these drafts."""
     return next((name for name in rule.needs if name not in drafts.meets), None)
 
 
@@ -120,16 +116,12 @@ def served_rules(facts: EngineFacts) -> list[str]:
 
 
 def may_adapt(rule: RuleFacts, tree: tuple[int, ...]) -> bool:
-    """Whether the controller may choose the shape of a request with this rule and tree. It never
-    chooses trees.
-    """
+    """Return whether the controller may choose the shape; it never chooses trees."""
     return not tree and unmet(rule, CHANGING_SHAPES) is None
 
 
 def check_conditions(speculation: Speculation, facts: EngineFacts) -> None:
-    """Raise RequestError if the rule that verifies drawn chains would be biased, or cannot be
-    computed.
-    """
+    """Raise RequestError if the rule of drawn chains is biased or cannot be computed."""
     name, rule = speculation.rule, facts.rules[speculation.rule]
     if facts.vocab_size > (rule.max_vocabulary or facts.vocab_size):
         raise RequestError(
@@ -149,9 +141,7 @@ def check_conditions(speculation: Speculation, facts: EngineFacts) -> None:
 
 
 def _drafts_of(speculation: Speculation, facts: EngineFacts) -> Iterator[tuple[DraftFacts, str]]:
-    """Yield the facts of each drafter and shape of a request, with the field of the request that
-    asks for it.
-    """
+    """Yield the facts of each drafter and shape, with the field that asks for it."""
     if max(speculation.tree[1:], default=1) > 1:
         yield LATE_BRANCHES, "speculation.tree"
     if speculation.adaptive:

@@ -30,13 +30,12 @@ def method_below(method: str, num_children: int) -> str:
 
 
 def children(kernels: Kernels, method: str, weights_NV: Tensor, uniform_NK: Tensor) -> Tensor:
-    """Return [N, K] K children below each node; deterministic in the weights and the noise.
+    """Return [N, K] children below each node, a function of weights and noise.
 
-    weights_NV: the draft law (for `most_likely`: any scores that order the tokens, such as logits).
-    If fewer than K tokens have positive probability, the remaining children get a token whose
-    probability in the rest of the law is 0; the method's rules recognise them by this. `greedy` and
-    `spechub` children are always distinct: their rules expect one node for each, and one draw below
-    it.
+    weights_NV: draft law, or for `most_likely` any scores. Where fewer than K tokens have mass, the
+    rest get a token of probability 0 in the rest of the law, by which rules recognise them.
+    `greedy` and `spechub` children are always distinct: their rules expect one node for each, and
+    one draw below it.
     """
     num_children = uniform_NK.shape[1]
     if method == MOST_LIKELY:
@@ -64,8 +63,9 @@ def children(kernels: Kernels, method: str, weights_NV: Tensor, uniform_NK: Tens
 
 @cache
 def _parents(num_parents: int, num_children: int, device: torch.device) -> Tensor:
-    """Return [N * K] the parent of every child. It is cached indefinitely, because recorded steps
-    continue to read it at its address.
+    """Return [N * K] the parent of every child.
+
+    Cached indefinitely: recorded steps read it at its address.
     """
     return torch.arange(num_parents, device=device).repeat_interleave(num_children)
 

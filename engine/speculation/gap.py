@@ -1,5 +1,4 @@
-"""Distance of a rule's acceptance from the optimum at one position, measured on laws of served
-requests.
+"""Distance of a rule's acceptance from the optimum at one position.
 
 The gap is alpha* of the draft method minus the rule's own acceptance. The acceptance is computed in
 closed form if there is one (then the gap is never negative), else given the drafted tokens
@@ -29,10 +28,9 @@ MOST_TOKENS = 16_384
 
 
 def likeliest(p_V: Tensor, q_V: Tensor, tokens_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return both laws over their likeliest tokens and the drafted ones, each with sum 1, and the
-    drafted tokens' indices there.
+    """Return both laws over their likeliest and drafted tokens, and the drafted indices.
 
-    The other tokens have little mass in either law; the error of the gap is at most this mass.
+    Each has sum 1. The other tokens' mass bounds the error of the gap.
     """
     if len(p_V) > MOST_TOKENS:
         order_V = (p_V + q_V).scatter(0, tokens_K, torch.inf)
@@ -42,17 +40,13 @@ def likeliest(p_V: Tensor, q_V: Tensor, tokens_K: Tensor) -> tuple[Tensor, Tenso
 
 
 def acceptance_gap(rule: str, method: str, p: Law, q: Law, drafted: Sequence[int]) -> float | None:
-    """Return alpha* minus the rule's acceptance at a node with these drafts; None if it would take
-    too long.
-    """
+    """Return alpha* minus the rule's acceptance at a node; None if it takes too long."""
     best = optimum(method, p, q, len(drafted), _MOST_QUADRATURES)
     return None if best is None else best - acceptance(rule, method, p, q, drafted)
 
 
 def optimum(method: str, p: Law, q: Law, count: int, most_quadratures: int) -> float | None:
-    """Return alpha* of `count` drafts (without replacement within 1e-6); None if it needs too many
-    quadratures.
-    """
+    """Return alpha* of `count` drafts, within 1e-6; None beyond the quadratures."""
     if method == MOST_LIKELY:
         return float(p[theory.top_tokens(q, count)].sum())
     if method == "iid" or count == 1:
@@ -65,9 +59,7 @@ def optimum(method: str, p: Law, q: Law, count: int, most_quadratures: int) -> f
 
 
 def _without_tail(q: Law) -> Law:
-    """Return q without its least likely tokens, of mass 1e-7 together: P(all drafts within H)
-    changes by at most that per draft.
-    """
+    """Return q without its tail of mass 1e-7, which bounds the change per draft."""
     order = np.argsort(q)
     dropped = order[np.cumsum(q[order]) < 1e-7]
     shortened = q.copy()

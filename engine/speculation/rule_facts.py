@@ -1,5 +1,4 @@
-"""Facts of the verification rules and names of the draft methods, for request checks and the
-command line. No torch.
+"""Facts of rules and names of draft methods, for request checks and the command line.
 
 `engine.speculation.verification.RULES` combines these facts with the rules themselves.
 """
@@ -15,8 +14,8 @@ from engine.speculation.conditions import FIXED_DISTRIBUTION, FIXED_SHAPE, INDEP
 MOST_LIKELY = "most_likely"
 """Draft method without random numbers.
 
-Below nodes with several children it replaces the methods but `iid` at temperature 0, where all
-draws of `iid` are the same token. It replaces every method in seed-stable requests.
+At temperature 0 it replaces methods below nodes with several children, but `iid`, whose draws are
+one token. In seed-stable requests it replaces every method.
 """
 
 DRAFT_METHODS = {
@@ -26,14 +25,11 @@ DRAFT_METHODS = {
     "spechub": "one draw, and the most likely token (or, when that was drawn, another draw)",
     MOST_LIKELY: "the most likely tokens by their logits, with no random number",
 }
-"""Methods of drawing the children of one node."""
 
 _WITHOUT_REPLACEMENT = ("without_replacement", "iid")
 _CHAINS = (INDEPENDENT_CHAINS,)
 _TARGET_SHIFTS = (INDEPENDENT_CHAINS, WHOLE_BLOCKS, FIXED_DISTRIBUTION, FIXED_SHAPE)
-"""Conditions of rules whose steps change the target distributions of later positions
-(`target_shift.py`).
-"""
+"""Conditions of rules that change the targets of later positions (`target_shift.py`)."""
 
 RULE_FACTS: Mapping[str, RuleFacts] = MappingProxyType(
     {
@@ -53,4 +49,4 @@ RULE_FACTS: Mapping[str, RuleFacts] = MappingProxyType(
         "traversal": RuleFacts(draft_methods=_WITHOUT_REPLACEMENT),
     }
 )
-"""Facts of each rule by its name, in the order of listings."""
+"""Facts of each rule, in the order of listings."""

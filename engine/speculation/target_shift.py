@@ -1,5 +1,4 @@
-"""Pending changes of the target law, caused by greedy block verification
-(`docs/speculation-rules.md`).
+"""Pending changes of the target law, by greedy block verification.
 
 `greedy_block` and `spectr_gbv` accept more of a block than rules that leave the target unchanged.
 The excess is missing from the positions up to the end of the block's *window*. After a block of L
@@ -36,9 +35,7 @@ _HUGE = 1e100
 
 @cache
 def _state(values: tuple[float, float, float, float], device: torch.device) -> Tensor:
-    """Return [4] values on the device, created once, because the host waits for every copy from the
-    host to a device.
-    """
+    """Return [4] values on the device, made once because the host waits for such copies."""
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=torch.float64, device=device)
 
@@ -55,9 +52,7 @@ def at_least_one(probability: Tensor, count: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Selection:
-    """The law of the selected chain below N nodes, relative to the target's mass of the node;
-    float64.
-    """
+    """Law of the selected chain below N nodes, relative to the target's mass; float64."""
 
     mass_NV: Tensor
     """g."""
@@ -113,9 +108,7 @@ class Selection:
 def apply_shifts(
     target_NV: Tensor, draft_NV: Tensor, shifts: TargetShifts, depth_N: Tensor, token_N: Tensor
 ) -> tuple[Tensor, TargetShifts]:
-    """Return ([N, V] the law at nodes of these depths, the shifts with the states of the child
-    `token_N`).
-    """
+    """Return ([N, V] laws at nodes, the shifts with the states of child `token_N`)."""
     states = []
     for m in range(shifts.remaining_CM.shape[1]):
         state_N4, holds_N1 = shifts.state_CM4[:, m], (shifts.remaining_CM[:, m] > depth_N).unsqueeze(1)
@@ -130,10 +123,9 @@ def apply_shifts(
 
 
 def effective_laws(chains: Chains, target: ProbsTable) -> tuple[ProbsTable, Tensor | None]:
-    """Return (the laws along each chain, [C, L + 1, M, 4] the states of its shifts below its first
-    tokens; None without shifts).
+    """Return (laws along chains, [C, L + 1, M, 4] states of shifts, None without).
 
-    No shift holds after a whole chain: a window ends with its block, or with the answer.
+    No shift holds after a whole chain: a window ends with its block or the answer.
     """
     if chains.shifts is None:
         return target, None

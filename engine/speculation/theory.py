@@ -1,5 +1,4 @@
-"""Quantities of a pair of laws that need no sampling: optima, acceptances, rejections. float64,
-numpy.
+"""Optima, acceptances and rejections of a pair of laws (float64, numpy).
 
 Notation (as in `docs/speculation.md`): p target law, q draft law, n drafts at one position, TV(p,
 q) = 1 - sum min(p, q). The optimum alpha* of a draft law is the largest probability with which any
@@ -24,8 +23,9 @@ def _ratio_order(p: Law, q: Law) -> npt.NDArray[np.int64]:
 
 
 def alpha_star_iid(p: Law, q: Law, n: int) -> float:
-    """Return the optimum for n i.i.d. drafts, O(V log V): H runs over prefixes of the tokens by
-    q/p, Q(H) = q(H)^n.
+    """Return the optimum for n i.i.d. drafts, O(V log V).
+
+    H runs over prefixes of the tokens by q/p; Q(H) = q(H)^n.
     """
     order = _ratio_order(p, q)
     mass_p, mass_q = (np.concatenate([[0.0], np.cumsum(law[order])]) for law in (p, q))
@@ -33,8 +33,9 @@ def alpha_star_iid(p: Law, q: Law, n: int) -> float:
 
 
 def alpha_star_without_replacement(p: Law, q: Law, n: int) -> float:
-    """Return the optimum for n drafts drawn one after another without replacement; the same
-    prefixes, Q by quadrature.
+    """Return the optimum for n drafts without replacement.
+
+    The same prefixes, Q by quadrature.
     """
     order = _ratio_order(p, q)
     mass_p = np.concatenate([[0.0], np.cumsum(p[order])])
@@ -42,9 +43,7 @@ def alpha_star_without_replacement(p: Law, q: Law, n: int) -> float:
 
 
 def all_drafts_within(q: Law, n: int) -> Law:
-    """Return [V + 1] the probability that all n sequential draws without replacement lie in the
-    first i tokens, i =
-    0..V.
+    """Return [V + 1] the probability that n draws without replacement lie in i tokens.
 
     Exponential race: token x arrives at E_x / q_x. With lam = 1 - q(H), Q(H) = int lam exp(-lam t)
     P(at least n tokens of H have arrived by t) dt, by the trapezoid rule in log t (exponentially
@@ -81,9 +80,7 @@ def top_tokens(q: Law, count: int) -> npt.NDArray[np.int64]:
 
 
 def alpha_star_greedy(p: Law, q: Law, n: int) -> float:
-    """Return the optimum for greedy drafts (n - 1 most likely tokens and one drawn from the rest),
-    O(V log V).
-    """
+    """Return the optimum for greedy drafts (n - 1 most likely, one drawn), O(V log V)."""
     top = top_tokens(q, n - 1)
     rest = q.copy()
     rest[top] = 0.0
@@ -126,9 +123,7 @@ def _raced(p: Law, q: Law, n: int) -> Law:
 
 
 def accept_selected_block(p: Law, q: Law, n: int) -> float:
-    """Return the acceptance of greedy block verification of the chain that the score race selects,
-    in blocks of one token.
-    """
+    """Return the acceptance of a block of one token after the score race."""
     kept = _raced(p, q, n)
     excess = (q - p).clip(min=0)
     share = excess / excess.sum() if excess.sum() > 1e-15 else excess

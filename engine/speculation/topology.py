@@ -5,9 +5,9 @@ one request with equal prefixes share *nodes*. Merging only saves target rows; t
 every chain. Node 0 is the root. Drafted nodes follow chain by chain, so the first chain's nodes are
 1, 2, ..., and a chain's accepted prefix is a path of nodes.
 
-Merging needs the tokens on the host. Without merging, the tree is that of the draws (`drawn_tree`).
-Its nodes are known before the tokens are, so the host need not wait for the device between draft
-and target.
+Merging needs the tokens on the host. Without merging, the tree is that of the draws
+(`drawn_tree`). Its nodes are known before the tokens are, so the host need not wait for the device
+between draft and target.
 
 Pure Python and numpy.
 """
@@ -28,15 +28,13 @@ class Tree(NamedTuple):
     """Chains of one request, merged or as drawn."""
 
     tokens: list[int]
-    """Token of nodes 1, 2, ... (the root's is known and not repeated here); empty if the host does
-    not know them.
-    """
+    """Tokens of nodes 1, 2, ...; empty if the host does not know them."""
     parents: list[int]
-    """Parent node of nodes 1, 2, ...; 0 is the root."""
+    """Parents of nodes 1, 2, ...; 0 is the root."""
     depths: list[int]
-    """Depth of nodes 1, 2, ...; the root has depth 0."""
+    """Depths of nodes 1, 2, ...; the root has depth 0."""
     paths: list[list[int]]
-    """Nodes of each chain, beginning with the root."""
+    """Nodes of each chain, from the root."""
 
     @property
     def num_nodes(self) -> int:
@@ -48,9 +46,7 @@ class Tree(NamedTuple):
         return tuple([self.tokens[node - 1] for node in path[1:]])
 
     def ancestry(self) -> npt.NDArray[np.bool_]:
-        """Return [N, N] over nodes 1, 2, ...: entry (i, j) is true if j is i or an ancestor of i.
-        Read-only.
-        """
+        """Return [N, N] over nodes 1, 2, ...: whether j is i or its ancestor. Read-only."""
         return _ancestry(tuple(self.parents))
 
 

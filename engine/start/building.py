@@ -62,15 +62,15 @@ from engine.step.engine import Engine
 log = logging.getLogger("polydraft")
 
 _CPU_DRAFTED_NODES = 128
-"""Nodes of six requests of the default shape. A CPU's step takes longer with every node."""
+"""Nodes of six requests of the default shape; a CPU's step takes longer with every node."""
 _CPU_PROMPT_TOKENS = 512
-"""Larger prompt chunks delay decoding requests, and do not speed up prefill on a CPU."""
+"""Larger chunks delay decoding requests, and do not speed up prefill on a CPU."""
 _HEAD_DRAFTERS: dict[str, type[EagleDrafter | MaskDrafter]] = {
     "eagle3": EagleDrafter,
     "mtp": EagleDrafter,
     "peagle": MaskDrafter,
 }
-"""Drafters of heads, by type; `BlockDrafter` drafts with heads of other types."""
+"""By type of head; other types have a `BlockDrafter`."""
 
 
 def build_engine(config: EngineConfig, progress: Progress = lambda _: None) -> Engine:
@@ -130,11 +130,9 @@ class _Part(NamedTuple):
     choice: BackendChoice
     weight_bytes: int
     weight_types: str
-    """Types of the weights before they were laid out."""
+    """Before they were laid out."""
     num_spare: int = 0
-    """Blocks outside the pool. A head of the DFlash types computes masks after texts, in blocks
-    that it never reads again.
-    """
+    """Blocks outside the pool, for masks of a DFlash head, which are never read again."""
 
     @property
     def stored(self) -> StoredModel:
@@ -167,7 +165,7 @@ class _Assembly:
 
     config: EngineConfig
     facts: EngineFacts
-    """Facts that are known before loading."""
+    """Known before loading."""
     kind: DrafterKind | None
     """None without a draft model."""
     parts: Sequence[_Part]
@@ -219,9 +217,7 @@ def _choose_backends(
     progress: Progress,
     is_owner: bool,
 ) -> _Assembly:
-    """Choose the backends of all models, and the kernels of the device; for the arguments see
-    `assemble`.
-    """
+    """Choose the backends of all models, and the kernels of the device, as for `assemble`."""
     target = models[0]
     shapes = [kv_shape_of(model) for model in models]
     if kind is None and len(models) > 1:
@@ -254,9 +250,7 @@ class _Start(NamedTuple):
 
 
 def _prepare_model(loaded: LoadedModel, shape: KVShape, wanted: ModelConfig, start: _Start) -> _Part:
-    """Choose the backend of a language model, and lay out its weights. wanted: its number
-    formats.
-    """
+    """Choose a language model's backend, and lay out its weights; wanted: number formats."""
     block_size = start.config.cache.block_size
     start.progress(f"probing {loaded.name}")
     choice = choose_backend(loaded, shape, block_size, wanted, start.longest)
@@ -307,9 +301,9 @@ class _Recordings(NamedTuple):
     graphs: Graphs | None = None
     shapes: Sequence[StepShape] = ()
     num_bytes: int = 0
-    """Memory that they take: measured, or that of their buffers if the pool has a fixed size."""
+    """Measured, or of their buffers if the pool has a fixed size."""
     least_free: float = 0.0
-    """Share of the free memory that recording leaves; 0 if the memory has been set aside."""
+    """Share of free memory that recording leaves; 0 if its memory is set aside."""
 
 
 def _plan_recordings(assembly: _Assembly, progress: Progress) -> _Recordings:
@@ -397,8 +391,7 @@ def _complete(assembly: _Assembly, memory: MemoryPlan) -> EngineFacts:
 
 
 def kind_of(draft: LoadedModel, num_layers: int) -> DrafterKind:
-    """Return how a draft model drafts: a language model from its own logits, a head from the
-    target's states.
+    """Return how a model drafts: from its own logits, or as a head from the target's states.
 
     num_layers: of the target.
     """
@@ -423,9 +416,7 @@ def kv_shape_of(model: LoadedModel) -> KVShape:
 
 
 def recorded_drafts(config: EngineConfig, draft: LoadedModel | None) -> list[Shape]:
-    """Return the shapes of recorded steps: plain decoding, and the controller's menu with the
-    configured shape.
-    """
+    """Return the recorded shapes: plain, and the controller's menu with the configured one."""
     wanted = config.speculation
     drafted = Speculation(rule=wanted.rule, draft_method=wanted.draft_method)
     if draft is None or needs_of_drafts(drafted, wanted.tree or (1,)):

@@ -1,5 +1,4 @@
-"""Chooses the kernels of a device, once in a process, and compares every operation with the
-specification.
+"""Chooses a device's kernels once in a process, and compares them with the specification.
 
 An operation that fails, or returns other numbers than plain torch, is replaced by torch's, with a
 warning in the log.
@@ -36,7 +35,7 @@ _NEEDED = {
     "by_tiles": {"draw", "draw_residual", "race"},
     "reads_no_filter": {"distribution", "truncated", "nucleus"},
 }
-"""Operations that have each property of `Kernels`, which torch's do not have."""
+"""Operations for each property of `Kernels`, which torch's do not have."""
 
 
 @cache
@@ -67,9 +66,7 @@ def without(kernels: Kernels, names: Iterable[str]) -> Kernels:
 
 
 def in_threads(work: Callable[[str], str | None], names: Iterable[str]) -> list[str | None]:
-    """Do work for all names at the same time, on this thread's CUDA device, because each compiles
-    on one core.
-    """
+    """Do work for all names in threads on this CUDA device; each compiles on one core."""
     device = torch.cuda.current_device()
     is_inference = torch.is_inference_mode_enabled()
 
@@ -147,9 +144,7 @@ def _logits(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _chains(device: torch.device, width: int = 2500) -> tuple[Chains, ProbsTable, ChainNoise]:
-    """Return three chains of up to four tokens for each of eight requests; some prefixes are
-    dead.
-    """
+    """Return three chains of up to four tokens for eight requests; some prefixes are dead."""
     num_requests, num_chains, length = 8, 3, 4
     count = num_requests * num_chains
 

@@ -1,10 +1,8 @@
-"""Compiles a CPU's kernels at a first start, in several processes, because Numba compiles on one
-core.
+"""Compiles a CPU's kernels at a first start, in several processes.
 
-The processes leave the code in Numba's cache, where this start and later starts find it. A kernel
-that they do not compile is compiled at its first call. A child process loads new files before this
-process does, because LLVM ends a process that loads wrong code. This module needs Numba, an
-optional package.
+Numba compiles on one core, and its cache serves this start and later ones. Other kernels are
+compiled at their first call. A child process loads new files first, because LLVM ends a process
+that loads wrong code. This module needs Numba, an optional package.
 """
 
 from __future__ import annotations
@@ -40,9 +38,7 @@ from engine.start.number_formats import decoded_dtype, file_dtype
 log = logging.getLogger("polydraft")
 
 _LONGEST_S = 300.0
-"""Seconds that a start waits for compiling processes, also of another start. After that time the
-start compiles the kernels that it calls, and the processes finish their jobs.
-"""
+"""Longest wait for compiling processes, also of another start; they finish their jobs."""
 _POLL_S = 0.1
 _MARK = "compiled-"
 _LOADED = "loaded"
@@ -51,9 +47,7 @@ Jobs = Mapping[str, Callable[[], object]]
 
 
 def compile_kernels(config: ModelConfig, progress: Progress) -> None:
-    """Compile the kernels of the target if no earlier start has; call it before torch has made
-    threads.
-    """
+    """Compile the target's kernels unless cached; call it before torch has made threads."""
     used = _forms_used(config)
     folder = cache_folder()
     if not used.products or folder is None:
@@ -84,9 +78,7 @@ class _Forms(NamedTuple):
 
 
 def _forms_used(config: ModelConfig) -> _Forms:
-    """Return the forms of the weights of target and draft; none if the CPU's decoder does not run
-    the target.
-    """
+    """Return the forms of target and draft weights; none without a CPU's decoder."""
     products: set[Form] = set()
     embeddings: set[Form] = set()
     dtype = decoded_dtype(config)
@@ -109,19 +101,16 @@ def _forms_used(config: ModelConfig) -> _Forms:
 
 
 def _stays_in_blocks(file: GgufFile, config: ModelConfig) -> bool:
-    """Whether a file's weights are not dequantised; raise LoadError for types that are not
-    served.
-    """
+    """Return whether weights are not dequantised; raise LoadError for types not served."""
     dtype = file_dtype(file, config.dtype, torch.device("cpu"))
     check_types(file, dtype)
     return dtype is None
 
 
 def fill(folder: Path, jobs: Jobs, progress: Progress, longest_s: float = _LONGEST_S) -> None:
-    """Fill a folder with the compiled code of all jobs, unless the folder has that code, whole and
-    loadable.
+    """Fill a folder with the compiled code of all jobs, unless it is whole and loadable.
 
-    jobs: functions that compile kernels, by a name of the kernels. Another start that fills the
+    jobs: functions that compile kernels, by a name. Another start that fills the
     folder is waited for.
     """
     ends_s = time.monotonic() + longest_s
@@ -227,9 +216,7 @@ def _compile(folder: Path, jobs: Jobs, progress: Progress, ends_s: float) -> boo
 
 
 def _try_new_files(folder: Path, ends_s: float) -> bool:
-    """Load files that no process has loaded yet, in a child process. Return whether the child has
-    not crashed.
-    """
+    """Load new files in a child process; return whether it has not crashed."""
     files = _files(folder)
     if files == _loaded(folder) or time.monotonic() > ends_s:
         return True
@@ -245,9 +232,7 @@ def _start(job: Callable[[], object], mark: Path, text: str = "") -> ForkProcess
 
 
 def _work(job: Callable[[], object], mark: Path, text: str) -> None:
-    """Do a job and write its mark. If the job raises, the error appears in the process that calls
-    the kernel.
-    """
+    """Do a job and write its mark; errors appear where the kernel is called."""
     torch.set_num_threads(1)
     try:
         job()

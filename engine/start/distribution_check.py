@@ -1,13 +1,11 @@
-"""Checks the distribution of a running engine's output against that of the target, on the loaded
-pair.
+"""Checks the distribution of a running engine's output against the target's.
 
-Plain passes of the target compute the exact distribution of the first three tokens after a prompt.
-Four are compared with a head, which does not draft the first one: rules may change the targets of
-later steps, so a drafting step and the step after it must be among them. The engine answers the
-prompt many times, with different seeds, by the rule under test. The counts of the most likely texts
-(other texts in groups) must fit the distribution: a G-test. It reports how large a bias it would
-find. If the pair disagrees enough, the same test must reject over-acceptance, whose bias the engine
-reports. It needs an idle engine, and leaves no request in it.
+Plain passes compute the exact distribution of the first three tokens after a prompt: rules may
+change later targets, so two drafting steps must be among them (four tokens for a head, which does
+not draft the first). The engine answers many times with different seeds. Counts of the most
+likely texts (others in groups) must pass a G-test; the bias that it would find is reported. If
+the pair disagrees enough, the test must reject over-acceptance. It needs an idle engine, and
+leaves no request in it.
 """
 
 from __future__ import annotations
@@ -36,12 +34,12 @@ from engine.scheduling.outcome import Outcome
 from engine.step.engine import Engine
 
 SIGNIFICANCE = 1e-5
-"""p-value below which a rule fails (a right one fails once in 100,000 checks)."""
+"""p-value below which a rule fails; a right one fails once in 100,000 checks."""
 
 _SMALLEST_CELL = 5.0
 _NUM_FIRST, _NUM_SECOND, _NUM_LATER, _NUM_GROUPS = 12, 6, 3, 8
 _LEAST_DIVIDED = 0.04
-"""Least probability of a text of two or more tokens that is divided by its next token."""
+"""Least probability of a text of two tokens or more that is divided by its next token."""
 _NUM_TOKENS = 3
 """Compared tokens from the first drafted one on."""
 _OTHER, _GROUPED = -1, -2
@@ -61,12 +59,11 @@ class Check:
     num_answers: int
     tokens_per_step: float
     reported_bias: float
-    """Mean bias that lossy acceptance allowed in an answer; 0 for exact rules."""
+    """Mean bias by lossy acceptance in an answer; 0 for exact rules."""
 
     @property
     def detectable_bias(self) -> float:
-        """Return the total variation that the test detects with probability 0.99, for any
-        distribution over the cells.
+        """Return the total variation that the test detects with probability 0.99.
 
         A bias d of the cells' distribution e has noncentrality N sum d_i^2/e_i >= 4 N TV^2.
         """
@@ -89,7 +86,7 @@ class CheckedAnswer:
 
     tokens: list[int] = field(default_factory=list)
     steps: list[tuple[int, Outcome]] = field(default_factory=list)
-    """Steps in which it emitted tokens: the number of its tokens before, and what the step did."""
+    """(number of its tokens before, outcome) of steps that emitted."""
 
     @property
     def bias(self) -> float:
@@ -118,8 +115,7 @@ def run_to_end(
 
 
 def make_prompt(engine: Engine, seed: int, length: int = 24) -> tuple[int, ...]:
-    """Return a prompt of the target: its continuation of an arbitrary token, up to its least
-    certain position.
+    """Return a text of the target, up to its least certain position.
 
     If the first drafted token were nearly certain, a test would see nothing. A head drafts from the
     second token on, so the first one should be nearly certain.
@@ -176,8 +172,9 @@ class Cells:
 def _distributions(
     runner: ModelRunner, engine: Engine, prompt: Sequence[int], paths: Sequence[Cell], sampling: Sampling
 ) -> torch.Tensor:
-    """Return [1 + N, V] distributions after the prompt, and after the prompt with each of N paths;
-    a path comes after its prefixes.
+    """Return [1 + N, V] distributions after the prompt, and after each of N paths below it.
+
+    A path comes after its prefixes.
     """
     count = len(paths)
     blocks = tuple(range(-(-(len(prompt) + count) // engine.facts.block_size)))
@@ -220,9 +217,7 @@ def make_cells(engine: Engine, prompt: Sequence[int], sampling: Sampling, num_to
 def _divided(
     engine: Engine, prompt: Sequence[int], sampling: Sampling, parts: dict[Cell, float], num_tokens: int
 ) -> dict[Cell, float]:
-    """Return the parts of prefixes of one token: each prefix that is likely enough is divided by
-    its next token.
-    """
+    """Divide prefixes of one token that are likely enough by their next tokens."""
     cells: dict[Cell, float] = {}
     paths: list[Cell] = []
     for num_likely in (_NUM_SECOND, *(_NUM_LATER,) * (num_tokens - 2)):
@@ -270,10 +265,9 @@ def check_distribution(
     max_tokens: int = 6,
     **filters: Any,
 ) -> Check:
-    """Answer a prompt many times and compare with the exact distribution; filters: fields of
-    `Sampling`.
+    """Answer a prompt many times and compare with the exact distribution.
 
-    max_tokens: of an answer, of which the first ones are compared.
+    filters: fields of `Sampling`; max_tokens: of an answer, of which the first ones are compared.
     """
     sampling = Sampling(temperature=temperature, **filters)
     num_tokens = _NUM_TOKENS + engine.scheduler.draft_prefill.by_head

@@ -16,9 +16,7 @@ _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cores(cpu_quota: Path = _CPU_QUOTA) -> int:
-    """Return the number of cores that this process may use: limited by the machine, its affinity
-    (`taskset`), and its container's quota (a file of its control group).
-    """
+    """Return the cores that this process may use: by machine, affinity, and container's quota."""
     return int(min(len(os.sched_getaffinity(0)), max(1.0, _quota(cpu_quota))))
 
 
@@ -32,26 +30,21 @@ def _quota(file: Path) -> float:
 
 
 def most_cores(config: ModelConfig) -> int:
-    """Return the most cores of a pass: the configured number, or all usable ones that
-    OMP_NUM_THREADS leaves.
-    """
+    """Return the most cores of a pass: configured, or all that OMP_NUM_THREADS leaves."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     cores = usable_cores()
     return config.num_threads or (min(cores, max(1, int(asked))) if asked.isdecimal() else cores)
 
 
 def cpu_threads(config: ModelConfig) -> int:
-    """Return the threads of one process of the target: all usable cores but one, divided among its
-    ranks.
-    """
+    """Return the threads of a process of the target: all cores but one, among its ranks."""
     return config.num_threads or max(1, (usable_cores() - 1) // config.tensor_parallel_size)
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep memory that large tensors free: fresh pages cost more than most operations in
-    them.
+    """Let glibc keep memory that large tensors free: fresh pages cost more than operations.
 
-    Without glibc nothing changes. The amount is bounded by the largest step.
+    The amount is bounded by the largest step.
     """
     trim_threshold, mmap_threshold = -1, -3
     call_glibc("mallopt", mmap_threshold, _KEPT_BYTES)

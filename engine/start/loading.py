@@ -55,24 +55,20 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel(Outline):
-    """A model that attends through the hook, or a head of such a model, and its checkpoint's
-    facts.
-    """
+    """A model that attends through the hook, or a head, and its checkpoint's facts."""
 
     model: Any
     eos_token_ids: frozenset[int]
     is_share: bool = False
-    """Whether this is one rank's share of a split model."""
+    """Whether it is one rank's share of a split model."""
     ranks: Ranks | None = None
-    """On rank 0: the processes that hold the other shares."""
+    """On rank 0: the processes of the other shares."""
     remark: str = ""
-    """Line for the log about a choice that was made while the model was loaded."""
+    """For the log, about a choice while loading."""
 
     @property
     def weight_bytes(self) -> int:
-        """Return the memory of parameters and buffers in bytes; of a split model, this rank's
-        share.
-        """
+        """Return the bytes of this rank's parameters and buffers."""
         unique = {}
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             for part in _stored(tensor):
@@ -95,9 +91,7 @@ class LoadedModel(Outline):
 
 
 def _stored(weight: Any) -> list[torch.Tensor]:
-    """Return the tensors of a weight: this rank's share of a split one, parts of a quantised
-    one.
-    """
+    """Return a weight's tensors: this rank's share, or parts of a quantised one."""
     if not hasattr(weight, "__tensor_flatten__"):
         return [weight]
     names, _ = weight.__tensor_flatten__()
@@ -164,11 +158,10 @@ def load(
     weights: str = "auto",
     context: int = 0,
 ) -> LoadedModel:
-    """Load a whole checkpoint; raise ConfigError (it does not fit) or LoadError (it cannot be
-    read).
+    """Load a checkpoint; raise ConfigError (it does not fit) or LoadError (unreadable).
 
     dtype: of `ModelConfig`; weights: format in which torchao quantises them, or auto; context:
-    tokens of the longest text that is served, 0 is the model's own limit.
+    tokens of the longest served text, 0 is the model's limit.
     """
     config, remark = _servable_config(name, revision, context)
     file = file_behind(name)
@@ -235,9 +228,7 @@ def _from_pretrained(name: str, config: Any, device: torch.device, weights: str,
 
 
 def _renaming(name: str) -> dict[str, Any]:
-    """Return the argument of `from_pretrained` that removes the prefix of a wrapped model's
-    tensors.
-    """
+    """Return arguments of `from_pretrained` that remove a wrapped model's prefix."""
     prefix = wrapper_prefix(Path(name)) if Path(name).is_dir() else ""
     if not prefix:
         return {}

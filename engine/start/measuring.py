@@ -1,7 +1,6 @@
-"""Measures steps of synthetic plans: at start, for the first guesses of what steps take, and for
-`polydraft analyze`.
+"""Measures steps of synthetic plans, at start and for `polydraft analyze`.
 
-The K/V pool is still empty at start, so it does not matter what the steps read and overwrite.
+The K/V pool is still empty at start, so steps may read and overwrite anything.
 """
 
 from __future__ import annotations
@@ -19,21 +18,18 @@ from engine.request import Sampling, Speculation, TextDraft
 from engine.step.engine import Engine
 
 _TEXT = 256
-"""Tokens of the texts."""
 _ROWS, _LENGTH, _NUM_PROMPT = 16, 3, 64
-"""Requests, drafted tokens of a chain, and tokens of a prompt in the measured steps."""
+"""Requests, tokens of a chain, and tokens of a prompt in the measured steps."""
 _MOST_S = 1.5
-"""Seconds after which no further plan is measured at start."""
+"""Seconds after which no further plan is measured."""
 _BUDGET_S, _LEAST_REPEATS, _MOST_TURNS = 0.06, 4, 4
 """Seconds of timed steps of each plan, least number of them, and most turns."""
 _NUM_WARM, _NUM_TIMED = 4, 3
-"""A turn of a plan with short steps: untimed steps, because another plan's weights fill the caches;
-then timed ones.
-"""
+"""A turn of short steps: untimed ones, because another plan fills the caches; timed ones."""
 _WARM_UP_BELOW_S = 0.03
-"""Plans whose steps take longer than this need no untimed steps before each turn (measured)."""
+"""Longer steps need no untimed ones before each turn (measured)."""
 _ROW_SHARE, _DRAFT_SHARE = 0.05, 0.1
-"""Guesses for a row and a pass of the draft model, in plain steps, if there is no time."""
+"""Guesses for a row and a draft pass, in plain steps, if there is no time."""
 _PLAIN = Speculation()
 
 
@@ -139,15 +135,12 @@ def synthetic_plan(
 
 
 def usual_s(engine: Engine, plan: Plan) -> float:
-    """Return the duration of a step that carries out the plan: the mean of the middle half of
-    several.
-    """
+    """Return a plan's step duration: the mean of the middle half of several."""
     return middle_steps(engine, [plan])[0][0]
 
 
 def middle_steps(engine: Engine, plans: Sequence[Plan]) -> list[tuple[float, dict[str, float]]]:
-    """Return (duration, durations by phase) of each plan's steps: the mean of the middle half of
-    them.
+    """Return (duration, durations by phase) of each plan: the mean of the middle half.
 
     The plans take turns, so other load on the machine affects all of them.
     """
@@ -160,9 +153,7 @@ def middle_steps(engine: Engine, plans: Sequence[Plan]) -> list[tuple[float, dic
 
 
 def _turn(engine: Engine, plan: Plan, is_first: bool) -> list[tuple[float, dict[str, float]]]:
-    """Run several steps of a plan if they are short, else one; the very first step of a plan is
-    discarded.
-    """
+    """Run several short steps of a plan, or one; its very first step is discarded."""
     step = _timed(engine, plan)
     if step[0] >= _WARM_UP_BELOW_S:
         return [_timed(engine, plan) if is_first else step]

@@ -21,7 +21,7 @@ _DEFAULT_CPU_BYTES = 1 << 30
 # Share of the free memory after reservations; the rest is for the activations of a pass.
 _DEFAULT_CUDA_SHARE = 0.9
 _LEAST_CONTEXT = 1024
-"""Least context to which the pool shortens it; a start with less is refused."""
+"""Least context to which the pool shortens it; below it a start is refused."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class MemoryPlan:
     """Memory that the loaded models leave, and its use; sizes in bytes."""
 
     num_blocks: int
-    """Blocks of the target's pool, which the draft model shares unless it has its own."""
+    """Blocks of the target's pool, which the draft model may share."""
     num_draft_blocks: int
     """Blocks of the draft model's storage."""
     max_model_len: int
-    """Longest prompt plus answer in tokens; the pool holds at least one such request."""
+    """Most tokens of prompt and answer; the pool holds one such request or more."""
     most_blocks: int
     """Blocks of the longest text with its drafts."""
     pool_bytes: Sequence[int]
-    """K/V of each model, spare blocks included."""
+    """K/V of each model, with spare blocks."""
     kept_back: Mapping[str, int]
     """Working memory of steps."""
 
@@ -46,7 +46,6 @@ class StoredModel(NamedTuple):
     """K/V that a model stores."""
 
     token_bytes: int
-    """Bytes for a token."""
     spare_blocks: int = 0
     """Blocks besides the pool."""
 
@@ -59,13 +58,12 @@ def plan_memory(
     device: torch.device,
     has_draft_pool: bool = False,
 ) -> MemoryPlan:
-    """Divide the memory that is left; raise ConfigError if it does not hold one request of the
-    longest text.
+    """Divide the memory that is left; raise ConfigError if the longest request has no room.
 
-    A context that is the model's limit, because the operator has chosen none, is shortened to what
-    the pool holds. models: the target, then the draft model; recorded_bytes: memory of recorded
-    passes and steps; has_draft_pool: whether the draft model's blocks hold its window only, in a
-    separate pool.
+    A context that is the model's limit, because the operator has chosen none, is shortened to
+    what the pool holds. models: the target, then the draft model; recorded_bytes: memory of
+    recorded passes and steps; has_draft_pool: whether the draft model's blocks hold its window
+    only, in a separate pool.
     """
     kept_back = {
         "workspace": _workspace_bytes(config, facts.vocab_size),
@@ -141,8 +139,9 @@ def _free_bytes(cache: CacheConfig, device: torch.device, kept_back: int) -> int
 
 
 def _workspace_bytes(config: EngineConfig, vocab_size: int) -> int:
-    """Return the memory for probabilities of a full step of requests that name no shape: target and
-    draft rows in float32, and the cumulative sums in float64.
+    """Return the memory for the probabilities of a full step.
+
+    Target and draft rows in float32, and the cumulative sums in float64.
     """
     nodes = 1 + (_num_drawn(config) if config.model.draft else 0)
     if config.speculation.drafters != (MODEL,):

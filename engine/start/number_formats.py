@@ -1,6 +1,4 @@
-"""Chooses the device of models, and the number formats in which weights are loaded and
-multiplied.
-"""
+"""Chooses the models' device, and formats in which weights are loaded and multiplied."""
 
 from __future__ import annotations
 
@@ -77,8 +75,7 @@ def file_dtype(file: GgufFile, wanted: str, device: torch.device) -> torch.dtype
 
 
 def decoded_dtype(config: ModelConfig) -> torch.dtype | None:
-    """Return the type of the target's weights in a CPU's decoder; None if it does not run the
-    target.
+    """Return the type of a CPU decoder's target weights; None if it does not run the target.
 
     Raise ConfigError or LoadError for a target that cannot be read.
     """

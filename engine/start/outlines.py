@@ -34,9 +34,9 @@ class Outline:
     vocab_size: int
     max_positions: int
     max_draft_length: int | None = None
-    """Most tokens of a chain that a head drafts; None is no limit."""
+    """Most tokens of a head's chain; None is no limit."""
     short_context: int | None = None
-    """Longest context that the short factors of a longrope model serve; None for other models."""
+    """Longest context of a longrope model's short factors; None for others."""
     limit_reason: str = ""
     """Reason for `max_positions`, for messages."""
     drafter: str = MODEL
@@ -75,9 +75,7 @@ def outline_pair(config: ModelConfig) -> list[Outline]:
 
 
 def find_head(config: ModelConfig) -> HeadConfig | None:
-    """Return the configuration of a draft model that is a trained head; None for a language
-    model.
-    """
+    """Return the configuration of a trained head; None for a language model."""
     if config.draft_source is None:
         return None
     check_source(*config.draft_source)
@@ -170,9 +168,7 @@ def _check_format_of_head(config: ModelConfig, head: HeadConfig) -> None:
 
 
 def _check_file(name: str, file: GgufFile, wanted: ModelConfig, num_ranks: int) -> None:
-    """Raise LoadError for a GGUF file that cannot be served, ConfigError for formats that it cannot
-    have.
-    """
+    """Raise LoadError for a GGUF file that is not served, ConfigError for wrong formats."""
     check_types(file, file_dtype(file, wanted.dtype, choose_device(wanted.device)))
     if wanted.weights != "auto":
         raise ConfigError(

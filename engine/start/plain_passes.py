@@ -1,5 +1,4 @@
-"""Passes of the untouched transformers model, if needed with other attention, weights or rows than
-its own.
+"""Passes of the untouched transformers model, also with other attention or weights.
 
 Not for: comparing them with a backend's passes (`probe.py`).
 """
@@ -19,9 +18,7 @@ from engine.models.quantising import in_float32, rounding_off
 
 
 def plain_forward(model: Any, texts: Sequence[Sequence[int]]) -> Tensor:
-    """Return logits [texts, T, V] of one pass; shorter texts are padded at their ends, which no
-    token sees.
-    """
+    """Return logits [texts, T, V] of a pass; texts are padded at their ends."""
     length = max(map(len, texts))
     ids = torch.tensor([[*text, *[0] * (length - len(text))] for text in texts], device=model.device)
     positions = torch.arange(length, device=model.device).unsqueeze(0)
@@ -41,8 +38,9 @@ def attention(model: Any, implementation: str) -> Iterator[None]:
 
 @contextmanager
 def rows_converted(model: Any, convert: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-    """Let a model's linear layers multiply converted rows, temporarily. convert: takes rows and the
-    layer's weight.
+    """Let linear layers multiply converted rows, temporarily.
+
+    convert: takes rows and the layer's weight.
     """
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     hooks = []
@@ -74,8 +72,7 @@ def widened(model: Any) -> Iterator[None]:
 def converted(model: Any, convert: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Let a model compute with converted weights, temporarily.
 
-    Each module's weights are converted while the module runs, so that memory is needed for one
-    module's weights.
+    They are converted while their module runs, which takes memory for one module.
     """
     stored: dict[nn.Module, dict[str, Any]] = {}
 

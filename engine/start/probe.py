@@ -1,5 +1,4 @@
-"""Compares backends with a plain transformers forward before a model is served, and chooses the
-fastest correct one.
+"""Compares backends with plain transformers, and chooses the fastest correct one.
 
 Backends are tried in the order of `BACKENDS`: on a device with an attention kernel first all with
 the kernel, then all without. The first backend that passes the probe serves the model.
@@ -62,7 +61,7 @@ _PLAIN_DISTANCES = 2.0
 _BLOCK_SIZE = 16
 _PROMPT_LENGTH = 20
 _LONG_PROMPT = 140
-"""Tokens of a second probe, whose passes need the attention kernel's largest tiles."""
+"""Tokens of a second probe, which needs the attention kernel's largest tiles."""
 
 
 class BackendChoice(NamedTuple):
@@ -70,7 +69,7 @@ class BackendChoice(NamedTuple):
 
     backend: Backend
     paged_kernel: PagedKernel | None
-    """Kernel that attends over pages; None if the plain path attends."""
+    """None if the plain path attends."""
 
 
 class BackendOption(NamedTuple):
@@ -79,8 +78,10 @@ class BackendOption(NamedTuple):
     name: str
     takes: Callable[[Any], bool]
     make: Callable[[Any, ModelConfig, int], Backend]
-    """Return the backend of a model. Further arguments: the requested formats, and the tokens of
-    the longest text (0 is the model's own limit).
+    """Return the backend of a model.
+
+    Further arguments: the requested formats, and the tokens of the longest text (0
+    is the model's limit).
     """
 
 
@@ -113,11 +114,9 @@ BACKENDS = (
 
 
 def find_kv_shape(loaded: LoadedModel) -> KVShape:
-    """Return the shape of the K and V that the model passes to the hook, found by calling the model
-    once.
+    """Return the shape of K and V that the hook gets, by calling the model once.
 
-    A model with weights in blocks (GGUF) is not called, because they would be dequantised: its
-    configuration states the shape.
+    Weights in blocks (GGUF) would be dequantised, so the configuration states their shape.
     """
     if has_blocks(loaded.model):
         config = loaded.model.config
@@ -148,12 +147,11 @@ def choose_backend(
     longest: int = 0,
     backends: Sequence[BackendOption] | None = None,
 ) -> BackendChoice:
-    """Return the fastest backend that reproduces the model's numbers; raise LoadError if there is
-    none.
+    """Return the fastest backend that reproduces the model; raise LoadError if none does.
 
     block_size: tokens of a block while serving, for which kernels are compiled; config: requested
-    number formats; longest: tokens of the longest text that is served, 0 is the model's own limit;
-    backends: options to try, fastest first; all if None.
+    number formats; longest: tokens of the longest served text, 0 is the model's limit; backends:
+    options, fastest first; all if None.
     """
     config = config or ModelConfig(target=loaded.name)
     device = torch.device(loaded.model.device)
@@ -185,9 +183,7 @@ def choose_backend(
 def _attempts(
     model: Any, device: torch.device, backends: Sequence[BackendOption]
 ) -> list[tuple[BackendOption, PagedKernel | None]]:
-    """Return the backends that take the model, in the order of trying: with the attention kernel,
-    then without.
-    """
+    """Return the backends that take the model, with the attention kernel first."""
     kernel = attention_kernel(device)
     kernels = (None,) if kernel is None else (kernel, None)
     options = [option for option in backends if option.takes(model)]
@@ -195,8 +191,9 @@ def _attempts(
 
 
 def _compute_as(loaded: LoadedModel, config: ModelConfig, device: torch.device) -> None:
-    """Let the model itself compute in the type of the device's arithmetic; raise ConfigError if
-    `config` asks for a format of weights or K/V that only the CPU decoder has.
+    """Let the model itself compute in the type of the device's arithmetic.
+
+    Raise ConfigError if `config` asks for a format that only the CPU decoder has.
     """
     is_int4_decoded = config.weights == "int4" and not has_quantised(loaded.model)
     is_decoded = config.weights == "int8" or is_int4_decoded
@@ -250,8 +247,7 @@ def probe(
     block_size: int = _BLOCK_SIZE,
     only_warns: bool = False,
 ) -> float:
-    """Return the largest logit difference between a backend and the model in float32, as a share of
-    the tolerance.
+    """Return the largest logit difference in float32, as a share of the tolerance.
 
     Raise LoadError if it is larger than the tolerance (`distance`); only_warns: log a warning
     instead, if it is finite.
@@ -344,9 +340,7 @@ def distance(logits_NV: Tensor, plain_NV: Tensor, exact_NV: Tensor, dtype: torch
 def _paged_logits(
     runner: ModelRunner, prompt: list[int], chains: list[list[int]], last: int
 ) -> list[tuple[list[int], Tensor]]:
-    """Return (path, logits of the path's last tokens) for prompt, tree and the token after an
-    acceptance.
-    """
+    """Return (path, logits of its last tokens) for prompt, tree and the token after them."""
     block_size = runner.block_size
     num_blocks = len(prompt) // block_size + 6
     # Blocks out of order, including the last one of the pool.

@@ -1,6 +1,4 @@
-"""Process of one rank of a split target: it loads its share, then repeats what rank 0's runner
-does.
-"""
+"""One rank of a split target: it loads its share, then repeats rank 0's calls."""
 
 from __future__ import annotations
 
@@ -22,17 +20,13 @@ from engine.start.probe import choose_backend, find_kv_shape
 
 
 def end_with_parent() -> None:
-    """Have Linux end this process when the engine ends, even while it waits for other ranks and
-    reads nothing.
-    """
+    """Have Linux end this process with the engine, even while it waits for other ranks."""
     die_with_parent = 1
     call_glibc("prctl", die_with_parent, signal.SIGKILL)
 
 
 def main() -> NoReturn:
-    """Run until the standard input ends; the engine first sends "probe", then "runner", then the
-    calls of its runner.
-    """
+    """Run until the standard input ends: "probe", "runner", then calls of the runner."""
     end_with_parent()
     calls = sys.stdin.buffer
     config, store, context = pickle.load(calls)

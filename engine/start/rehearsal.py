@@ -1,5 +1,6 @@
-"""Serves synthetic requests at start, before the engine is announced. Not for: measuring single
-steps (`measuring.py`).
+"""Serves synthetic requests before the engine is announced.
+
+Not for: measuring single steps (`measuring.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from engine.scheduling.request_checks import with_fixed_shape
 from engine.step.engine import Engine
 
 _NUM_PROMPT, _WARM_TOKENS, _NUM_TOKENS = 24, 24, 96
-"""Tokens of a synthetic prompt, of the first answers, and of the measured ones."""
+"""Tokens of a synthetic prompt, of first answers, and of measured ones."""
 _NUM_TURNS, _MOST_S = 3, 1.0
-"""Turns of the measured answers, and the seconds after which no further one begins."""
+"""Turns of measured answers, and seconds after which none begins."""
 _ANSWER_S = 0.25
 """Seconds after which an answer is ended."""
 

@@ -1,5 +1,6 @@
-"""The start of an engine: compile, load, measure, check, rehearse. Not for: serving requests
-(`process.py`).
+"""The start of an engine: compile, load, measure, check, rehearse.
+
+Not for: serving requests (`process.py`).
 """
 
 from __future__ import annotations
@@ -65,10 +66,9 @@ def _measure(engine: Engine, speculation: Speculation, progress: Progress) -> No
 
 
 def _restart_garbage_collection() -> None:
-    """Collect once, exempt all loaded objects from later collections, and enable the collector
-    again.
+    """Collect once, and exempt all loaded objects from later collections.
 
-    Each later collection would otherwise scan them, and stop the steps for a quarter of a second.
+    Each would otherwise scan them, and stop the steps for a quarter of a second.
     """
     gc.collect()
     gc.freeze()

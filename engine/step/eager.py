@@ -47,11 +47,9 @@ class RecordedMenu:
     """Steps that a device has recorded; this menu is empty."""
 
     serves = True
-    """Whether recorded steps are used."""
     num_bytes = 0
     """Device memory of the recorded steps."""
     steps: Mapping[Any, Step] = MappingProxyType({})
-    """Recorded steps by shape."""
 
     @property
     def num_recorded(self) -> int:

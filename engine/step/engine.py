@@ -1,7 +1,6 @@
-"""`Engine.step`: the table of contents of the project.
+"""`Engine.step`, the table of contents of the project: it connects the parts.
 
-It contains no algorithm. It connects the parts, and checks requests when they are submitted. One
-thread calls it.
+It contains no algorithm. Requests are checked when submitted. One thread calls it.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from engine.step.results import BROKEN
 from engine.step.telemetry import MeasuredStep, Telemetry
 
 Failures = Sequence[tuple[str, RequestError]]
-"""Requests (by id) that have ended with an error."""
+"""Ids of requests that ended with an error."""
 
 _GRAMMARS_PER_SEAT = 2
-"""Grammars are followed for as many requests as may run, and for as many waiting requests."""
+"""Followed grammars per seat: those of running requests and of as many waiting ones."""
 
 
 @dataclass
@@ -46,7 +45,6 @@ class StepResult:
 
     outcomes: list[Outcome]
     failed: Failures
-    """Requests that could not continue."""
     measured: MeasuredStep
     telemetry: Telemetry
     _stats: StepStats | None = None
@@ -88,10 +86,10 @@ class Engine:
         self.grammar_queue = GrammarQueue(grammars, num_followed)
         self.telemetry = Telemetry(scheduler, target.device)
         self.unrecorded = EagerStep(target, drafter)
-        """Carries out plans that no recorded step has room for: a `CpuStep` on most CPUs."""
+        """Step for plans without a recorded step: a `CpuStep` on most CPUs."""
         self.recorded = RecordedMenu()
         self.works_meanwhile = target.device.type != "cpu"
-        """Whether a step's passes run on a device while this thread does something else."""
+        """Whether passes run on a device while this thread goes on."""
         self._ended: list[tuple[str, RequestError]] = []
         """Requests that could not continue in this step."""
 
@@ -104,10 +102,9 @@ class Engine:
         return engine
 
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[Outcome]:
-        """Advance every planned sequence.
+        """Advance every planned sequence, sampling rows by a token or more.
 
-        Sampling rows advance by at least one token, other rows by a prompt chunk. meanwhile: see
-        `run_step`.
+        meanwhile: see `run_step`.
         """
         plan = self.scheduler.plan()  # rows, token counts and blocks
         verdict = self.carry_out(plan, meanwhile)

@@ -18,11 +18,10 @@ from engine.step.engine import Engine
 
 _MOST_STEPS = 2 + COLD_STEPS + MOST_BLOCK_STEPS
 _LONGEST_TEXT = 1024
-"""Most tokens of a synthetic text."""
 _PAUSE_S, _ENOUGH = (0.5, 10.0), 4.0
-"""Seconds between two blocks of plain steps, before the comparisons have enough weight and then."""
+"""Seconds between blocks of plain steps, before and after the comparisons have enough weight."""
 _MOST_S = 0.05
-"""Seconds of plain steps between two looks at the waiting messages; at least one step."""
+"""Seconds of plain steps between two looks at waiting messages."""
 
 
 def lacking_plain(times: StepTimes, now_s: float) -> Bucket | None:

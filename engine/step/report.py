@@ -1,6 +1,4 @@
-"""Adds to a step's verdict what clients asked to see: logprobs, and on a share of the steps how far
-a rule stays below the optimum.
-"""
+"""Adds logprobs, and on a share of the steps the rule's gap to the optimum, to a verdict."""
 
 from __future__ import annotations
 
@@ -27,16 +25,16 @@ from engine.speculation.gap import acceptance_gap, likeliest
 from engine.speculation.target_shift import apply_shifts
 
 _STEPS = 1024
-"""Number of steps in a block, for which `_observed` decides at once."""
+"""Steps of a block, for which `_observed` decides at once."""
 
 
 class StepLogits(NamedTuple):
     """Logits of a target pass."""
 
     prompt_NV: Tensor | None
-    """Logits at prompt tokens whose logprobs are requested; None if there are none."""
+    """Logits at prompt tokens with requested logprobs, or None."""
     node_NV: Tensor
-    """Logits at the roots and nodes of sampling rows."""
+    """Logits at roots and nodes of sampling rows."""
 
 
 def report(

@@ -116,11 +116,11 @@ class MeasuredStep:
     plan: Plan
     ended_s: float
     follows: bool
-    """Whether it followed another step at once, so that its time includes messages and planning."""
+    """Whether it followed another step at once, so its time includes messages and planning."""
     reading: list[Sequence]
     """Sequences whose texts the step read without an emission."""
     stats: StepStats
-    """Statistics of the step, without the times of plain decoding."""
+    """Without the times of plain decoding."""
 
 
 class Telemetry:
@@ -132,7 +132,7 @@ class Telemetry:
         self.num_steps = 0
         self._scheduler = scheduler
         self._last_stopped: float | None = None
-        """End of the last step if this one follows it at once."""
+        """End of the last step if this one follows at once."""
 
     def end_step(self, num_awaiting_grammar: int) -> MeasuredStep:
         """End the step that began last; `learn` must be called before the next step is committed.

@@ -49,22 +49,20 @@ class _RuleInputs:
     target: ProbsTable
     noise: ChainNoise
     origin_C: Ints
-    """Index, in the draft's layout, of each chain that the rules see."""
+    """Index of each chain of the rules in the draft's layout."""
     walks: Mapping[int, Walk]
-    """Accepted path through a row's text drafts, by the row's number."""
+    """Accepted path through a row's text drafts, by row."""
     goes_on_R: Bools
-    """Whether a rule verifies sampled chains of the row, below the tokens of the walk."""
+    """Whether a rule verifies sampled chains of the row below its walk."""
 
 
 class _VerifiedPart(NamedTuple):
     """Rows that are verified together."""
 
     numbers: Sequence[int]
-    """Numbers of the rows."""
     chain_indices: Ints
     """Indices of the rows' chains in the inputs."""
     verdict: ChainVerdict
-    """Results, by row."""
 
 
 def verify_chains(plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:

@@ -1,8 +1,7 @@
-"""`POST /v1/messages`: the request becomes a chat; the answer is a list of content blocks and, in a
-stream, events.
+"""`POST /v1/messages`: the request becomes a chat; the answer is a list of content blocks.
 
-Supports text, thinking and function tools, for coding agents with Anthropic's protocol. Nothing is
-stored.
+Supports text, thinking and function tools, for coding agents with Anthropic's
+protocol. Nothing is stored.
 """
 
 from __future__ import annotations
@@ -114,9 +113,7 @@ class CountTokensRequest(Body):
 
 
 class MessagesRequest(CountTokensRequest):
-    """Body of `POST /v1/messages`; `speculation`, `seed` and `metrics` are extensions of this
-    server.
-    """
+    """Body of `POST /v1/messages`, extended by `speculation`, `seed` and `metrics`."""
 
     max_tokens: Count
     stop_sequences: Annotated[Listed[str], Field(max_length=MAX_STRINGS)] | None = None
@@ -137,8 +134,9 @@ class MessagesRequest(CountTokensRequest):
 
 
 def as_chat(body: CountTokensRequest) -> ChatRequest:
-    """Return the request as a chat. Raises RequestError for unsupported values, ValidationError for
-    invalid values.
+    """Return the request as a chat; raise RequestError for unsupported values.
+
+    Raises ValidationError for invalid values.
     """
     refuse_unsupported(body)
     messages = _messages(body)
@@ -227,9 +225,7 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
 
 
 def _turn(role: str, blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Return the messages of one turn's blocks: the results of calls, then the rest of the turn
-    unless it is empty.
-    """
+    """Return the messages of a turn's blocks: results of calls, then the rest of the turn."""
     message: dict[str, Any] = {"role": role, "content": ""}
     results: list[dict[str, Any]] = []
     for block in blocks:

@@ -1,3 +1,1 @@
-"""OpenAI's files and batches: stored in a folder, and answered by the functions of the generating
-routes.
-"""
+"""OpenAI's files and batches, stored in a folder and answered by the generating routes."""

@@ -29,9 +29,7 @@ class Batches:
         self._running.add_done_callback(_report)
 
     async def stop(self) -> None:
-        """Abort the running lines, which run again after the next start; routes still read the
-        store.
-        """
+        """Abort the running lines, which run again after the next start; routes read on."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running})
@@ -42,9 +40,7 @@ class Batches:
 
 
 def open_batches(server: Server) -> Batches | None:
-    """Open the store of `--batch-folder`; None without the flag. Raises ConfigError if it cannot be
-    used.
-    """
+    """Open the store of `--batch-folder`; None without the flag. Raises ConfigError."""
     settings = server.settings
     if not settings.batch_folder:
         return None

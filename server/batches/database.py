@@ -79,10 +79,9 @@ class Database:
     """SQLite database in a folder that one daemon uses."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        """Open or create the database. Raises ConfigError if the folder cannot be used, or if
-        another daemon uses it.
+        """Open or create the database; raise ConfigError if another daemon uses it.
 
-        clock: returns the Unix time.
+        Also if the folder cannot be used. clock: returns the Unix time.
         """
         self.clock = clock
         self.files_folder = folder / "files"
@@ -137,9 +136,7 @@ class Database:
         return int(self.clock())
 
     def objects_of(self, page: ListPage, kind: type[Stored]) -> tuple[Sequence[Stored], bool]:
-        """Return the objects of a page, and whether more follow. Raises RequestError for an unknown
-        `after`.
-        """
+        """Return (a page's objects, whether more follow); raise for an unknown `after`."""
         condition = "owner = ?"
         operands: list[str | int] = [page.owner]
         if page.purpose is not None:

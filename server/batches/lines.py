@@ -1,5 +1,6 @@
-"""Lines of input files: reads and checks them, without their bodies. Not for: their answers
-(`endpoint.py`).
+"""Reads and checks lines of input files, without bodies.
+
+Not for: their answers (`endpoint.py`).
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class LineRequest:
 def read_lines(file: BinaryIO, endpoints: Collection[str], name: str = "") -> Iterator[InputLine]:
     """Yield the lines of a file with the faults that its endpoint would not find.
 
-    endpoints: allowed values of `url`. name: goes into the ids of lines, which depend on number and
-    content, too.
+    endpoints: allowed values of `url`. name: goes into the ids of lines, which depend on
+    number and content, too.
     """
     start = 0
     custom_ids: set[str] = set()
@@ -88,9 +89,7 @@ def _id_of(name: str, number: int, text: bytes) -> str:
 
 
 def _checked(text: bytes, endpoints: Collection[str], seen: set[str]) -> tuple[str | None, LineError | None]:
-    """Return a line's custom id and error; seen: custom ids of earlier lines, to which the id is
-    added.
-    """
+    """Return a line's custom id and error; `seen` has earlier ids, and gets this one."""
     try:
         fields = msgspec.json.decode(text, type=_Fields)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

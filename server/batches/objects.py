@@ -1,6 +1,4 @@
-"""Objects of `/v1/files` and `/v1/batches`, and lines of output files, as OpenAI's clients read
-them.
-"""
+"""Objects of `/v1/files` and `/v1/batches`, and lines of output files, in OpenAI's format."""
 
 from __future__ import annotations
 

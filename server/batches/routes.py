@@ -1,6 +1,4 @@
-"""Routes of `/v1/files` and `/v1/batches`. Without `--batch-folder` they refuse by the name of the
-flag.
-"""
+"""Routes of `/v1/files` and `/v1/batches`; without `--batch-folder` they name the flag."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ async def _refuse() -> Response:
 
 
 class _Owners:
-    """Names of clients in the store: equal for equal API keys. Without keys there is a single
-    owner.
-    """
+    """Names of clients in the store: one for each API key, or a single owner without keys."""
 
     def __init__(self, server: Server) -> None:
         self._has_keys = bool(server.settings.api_key)

@@ -59,9 +59,7 @@ class BatchRunner:
     """Runs all batches of a store."""
 
     repair_s = 30.0
-    """Time after which the store is asked again that has met a full disk, and after which a batch
-    goes on that has met another error.
-    """
+    """Seconds until a batch or a store goes on after an error, such as a full disk."""
 
     def __init__(self, store: BatchStore, endpoint: Answering, load: EngineLoad, at_once: int) -> None:
         """at_once: lines that run at once."""
@@ -78,9 +76,7 @@ class BatchRunner:
         """Running calls of endpoints."""
 
     async def run(self) -> None:
-        """Run the batches that are open, and new ones, until cancelled. Cancelling aborts the
-        running lines.
-        """
+        """Run open batches and new ones until cancelled, which aborts running lines."""
         async with asyncio.TaskGroup() as group:
             for batch_id in await self._do(self._store.open_batches):
                 self.begin(batch_id)
@@ -182,8 +178,6 @@ class BatchRunner:
 
     @property
     def _has_room(self) -> bool:
-        """Whether a line may begin. A line that has begun may not be among the open requests
-        yet.
-        """
+        """Return whether a line may begin; one that has begun may not be counted as open yet."""
         num_taken = self._load.num_more_urgent(UNATTENDED) + self._num_calls
         return self._load.is_ready and max(num_taken, self._load.num_open) < self._at_once

@@ -1,8 +1,8 @@
 """Batches and their lines in the database; files are in `stored_files.py`.
 
 The answer of a line, and the counts of its batch, are one durable transaction. Output files are
-written from the database when a batch ends, so that each line is in them exactly once whenever the
-daemon was killed.
+written from the database when a batch ends, so that each line is in them exactly once whenever
+the daemon was killed.
 """
 
 from __future__ import annotations
@@ -69,9 +69,7 @@ class BatchStore:
         """Lines of open batches that have no answer yet."""
 
     def add_batch(self, owner: str, wanted: NewBatch) -> BatchObject:
-        """Store a new batch. Raises RequestError if its file does not exist, or if too many batches
-        are open.
-        """
+        """Store a new batch; raise RequestError for a missing file or too many open batches."""
         try:
             purpose = self.files.get(owner, wanted.input_file_id).purpose
         except ApiError as error:
@@ -144,10 +142,9 @@ class BatchStore:
     # Lines
 
     def validate(self, batch_id: str) -> BatchObject:
-        """Read the lines of a new batch, whose status becomes `in_progress` or `failed`; return a
-        later one as it is.
+        """Read a new batch's lines: its status becomes `in_progress` or `failed`.
 
-        Lines with errors have their answers at once.
+        Lines with errors have their answers at once. A later batch is returned as it is.
         """
         batch, _ = self._batch(batch_id)
         if batch.status != "validating":
@@ -216,9 +213,7 @@ class BatchStore:
             return file.read(line.size)
 
     def record(self, batch_id: str, number: int, answer: OutputLine) -> None:
-        """Store the answer of a line durably; a line that has an answer, or whose batch is over,
-        stays as it is.
-        """
+        """Store a line's answer durably, unless it has one or its batch is over."""
         is_error = answer.response is None or answer.response.status_code >= 400
         encoded = msgspec.json.encode(answer)
         with self.database.transaction():

@@ -41,9 +41,7 @@ class StoredFiles:
             raise ConfigError(f"--batch-folder {self._folder.parent}: cannot be used ({error})") from error
 
     def add(self, owner: str, filename: str, source: BinaryIO) -> FileObject:
-        """Store a file for batches. Raises RequestError for an empty one, or if the client has too
-        many.
-        """
+        """Store a file for batches; raise RequestError for an empty one, or too many."""
         query = "SELECT count(*) FROM files WHERE owner = ?"
         num_files = self._database.execute(query, (owner,)).fetchone()[0]
         if num_files >= self._most_files:
@@ -88,9 +86,7 @@ class StoredFiles:
 
     @contextmanager
     def _written(self, file_id: str) -> Iterator[BinaryIO]:
-        """Open a new file for writing; it has its name, durably, after the block, and is gone if
-        the block raises.
-        """
+        """Open a new file, which has its name durably after the block, and is gone if it raises."""
         path = self._folder / f"{file_id}.new"
         try:
             with open(path, "wb", opener=_private) as file:

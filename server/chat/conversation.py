@@ -1,6 +1,4 @@
-"""Streamed conversation with a running daemon over HTTP: the part of `polydraft chat` without a
-terminal.
-"""
+"""Streamed conversation of `polydraft chat` with a running daemon, without a terminal."""
 
 from __future__ import annotations
 
@@ -143,9 +141,7 @@ class _Answer:
 
 
 def key_headers() -> dict[str, str]:
-    """Return the header with the API key of `POLYDRAFT_API_KEY`, if it is set (the first of
-    several).
-    """
+    """Return the header with the (first) API key of `POLYDRAFT_API_KEY`, if it is set."""
     key = os.environ.get("POLYDRAFT_API_KEY", "").split(",")[0].strip()
     return {"Authorization": f"Bearer {key}"} if key else {}
 

@@ -1,5 +1,4 @@
-"""Finds the origin of each part of a streamed answer: an accepted draft, or the target model's own
-token.
+"""Finds the origin of each part of a streamed answer: accepted draft, or the target's own token.
 
 A stream sends text, and steps if the request has `return_drafts`. The first `num_accepted` tokens
 of a step were drafted. The text is shown as it is; tokens only color it: special tokens are not in

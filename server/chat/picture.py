@@ -1,5 +1,4 @@
-"""Picture of an answer, each token colored by its origin: drafted and accepted, or added by the
-model.
+"""Picture of an answer, each token colored by its origin.
 
 `python -m server.chat.picture --output docs/images/answer.svg` asks a daemon and draws the answer
 of the README.

@@ -1,6 +1,4 @@
-"""`polydraft chat`: a conversation with a running daemon in the terminal, colored by the origin of
-tokens.
-"""
+"""`polydraft chat`: a conversation in the terminal, colored by the origin of tokens."""
 
 from __future__ import annotations
 

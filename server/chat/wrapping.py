@@ -1,6 +1,4 @@
-"""Breaks the lines of a streamed text between words, for `polydraft chat`: a terminal breaks them
-within words.
-"""
+"""Breaks the lines of a streamed text between words, where a terminal breaks within them."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ class WordWrap:
                 self._spaces.append((style, part))
 
     def flush(self) -> Iterator[Styled]:
-        """Yield the word that waits, on a new line if it does not fit; spaces at the end of a line
-        are left out.
-        """
+        """Yield the word that waits, on a new line if it does not fit, without spaces at line ends."""
         if not self._word:
             return
         spaces, word = self._spaces, self._word

@@ -1,3 +1,1 @@
-"""HTTP below the APIs: bodies, connections, responses of errors, middleware and the description of
-the API.
-"""
+"""HTTP below the APIs: bodies, connections, errors, middleware and the API's description."""

@@ -1,5 +1,4 @@
-"""Reads request bodies: bounds the number of values before decoding, then decodes with msgspec and
-validates with pydantic.
+"""Reads request bodies with bounds: counts values, decodes with msgspec, validates.
 
 Decoding and validation hold the interpreter's lock, so a thread would not keep the event loop
 responsive. The bounds keep each step short instead. All routes with a body use `BodyRoute`.
@@ -67,9 +66,7 @@ class BodyRoute(APIRoute):
 
 
 class _BoundedRequest(Request):
-    """Request that decodes its body with `read_json`, after a wait in the queue unless it is
-    small.
-    """
+    """Request that decodes its body by `read_json`, after a wait in the queue unless small."""
 
     def __init__(self, request: Request, names: Sequence[str]) -> None:
         super().__init__(request.scope, request.receive, request._send)
@@ -97,9 +94,7 @@ class _BoundedRequest(Request):
 
     @asynccontextmanager
     async def _own_turn(self) -> AsyncIterator[None]:
-        """Wait for a turn of the event loop in which no other body is refused, decoded or
-        validated.
-        """
+        """Wait for a turn of the event loop in which no other body is decoded or validated."""
         turn: asyncio.Lock = self.app.state.body_turn
         await turn.acquire()
         try:
@@ -111,9 +106,7 @@ class _BoundedRequest(Request):
 
 
 def _return_memory_soon() -> None:
-    """Return the memory of large bodies to the system later; glibc would hold five times what is
-    needed.
-    """
+    """Return large bodies' memory to the system; glibc would hold five times what is needed."""
     loop = asyncio.get_running_loop()
     loop.call_later(_GONE_S, lambda: loop.run_in_executor(None, _return_freed_memory))
 

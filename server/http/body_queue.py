@@ -1,5 +1,4 @@
-"""Queue of the bodies that wait to be read. A waiting body is bytes; only a few are objects at a
-time.
+"""Queue of bodies that wait to be read, as bytes; only a few are objects at a time.
 
 A chat of a thousand messages is thousands of objects, and each full garbage collection visits all
 of them. Hundreds of such bodies stopped the event loop for a quarter of a second at a time.
@@ -33,8 +32,7 @@ class BodyQueue:
         self._turns = asyncio.Semaphore(at_once)
 
     def enter(self, size: int, place: ExitStack) -> Awaitable[None]:
-        """Join with a body of `size` characters, and return the wait for its turn; closing `place`
-        leaves the queue.
+        """Join with `size` characters; return the wait for a turn. Closing `place` leaves.
 
         Raises EngineBusy if too much waits.
         """
@@ -56,9 +54,7 @@ class BodyQueue:
 
 
 class BodyQueues:
-    """Separate queues for short and long bodies, so that short bodies never wait for long
-    bodies.
-    """
+    """Separate queues for short and long bodies, so that short ones never wait for long ones."""
 
     def __init__(self) -> None:
         self.short = BodyQueue(_SHORT_AT_ONCE)

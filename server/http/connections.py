@@ -1,7 +1,7 @@
 """Bounds of connections: their number, the bytes outside bodies, and the time to send a request.
 
-Not for: contents of requests (`middleware.py`, `bodies.py`), or clients that do not read
-(`--send-timeout`).
+Not for: contents of requests (`middleware.py`, `bodies.py`), or clients that
+do not read (`--send-timeout`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ _LOG_INTERVAL_S = 60.0
 
 
 class Seldom(logging.Filter):
-    """Log filter that passes each warning once a minute, because clients can trigger them at
-    will.
-    """
+    """Log filter that passes each warning once a minute, because clients trigger them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,9 +52,7 @@ class Seldom(logging.Filter):
 
 
 class Waiting:
-    """Connections without a complete request, oldest first, and the maximum number of open
-    connections.
-    """
+    """Connections without a complete request, oldest first, and the most open ones."""
 
     def __init__(self, most: int, receive_timeout_s: float, most_discarded_bytes: int = 256 << 20) -> None:
         """most_discarded_bytes: what a connection that closes may still send."""
@@ -64,15 +60,14 @@ class Waiting:
         self.most_discarded_bytes = most_discarded_bytes
         self.receive_timeout_s = receive_timeout_s
         self.is_draining = False
-        """Whether connections close with their next response, and incomplete requests are
-        refused.
+        """Whether connections close with their next response.
+
+        Incomplete requests are refused then.
         """
         self.order: OrderedDict[Connection, None] = OrderedDict()
 
     def make_room(self, newest: Connection, num_open: int) -> None:
-        """Close the connection that has waited longest if there are too many; refuse the new one if
-        none waits.
-        """
+        """Close the longest waiting connection if there are too many; if none waits, the newest."""
         if num_open <= self.most:
             return
         log.warning(
@@ -90,9 +85,7 @@ class Waiting:
 
 
 class _Transport:
-    """Transport whose `close` waits for the rest of a body, so that a client that still sends can
-    read the response.
-    """
+    """Transport whose `close` waits for the rest of a body, so that a sender reads on."""
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         self.raw = transport
@@ -131,9 +124,7 @@ class _OfferParser:
         return bool(self._parser.should_upgrade()) and self._parser.get_method() != b"CONNECT"
 
     def feed_data(self, data: bytes) -> None:
-        """Parse data. Raises httptools.HttpParserError, and HttpParserUpgrade for the method
-        CONNECT.
-        """
+        """Parse data; raise HttpParserError, or HttpParserUpgrade for the method CONNECT."""
         rest = memoryview(data)
         while True:
             try:
@@ -222,9 +213,7 @@ class Connection(HttpToolsProtocol):
             self._raw_transport.abort()
 
     def on_message_begin(self) -> None:
-        """Start to count the bytes of a head, and its time if it arrived together with an earlier
-        request.
-        """
+        """Count the bytes of a head, and its time if it came with an earlier request."""
         self._head_bytes = 0
         self._is_in_message = True
         if self._deadline is None:
@@ -298,9 +287,7 @@ class Connection(HttpToolsProtocol):
         self.refuse(http_error(431, f"address and headers are larger than {_MOST_HEAD_BYTES} bytes"))
 
     def refuse(self, error: ApiError) -> None:
-        """Respond unless a response has started, and close after the client has had time to read
-        it.
-        """
+        """Respond unless a response has begun, and close after time to read it."""
         is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         if is_answering:
             self.drop()
@@ -318,9 +305,7 @@ class Connection(HttpToolsProtocol):
         self._arm(_LINGER_S)
 
     def close(self) -> None:
-        """Close after the rest of a body, because closing with unread bytes resets the
-        connection.
-        """
+        """Close after the rest of a body: closing with unread bytes resets the connection."""
         self._is_closing = True
         if self._is_in_body:
             self.flow.resume_reading()

@@ -49,9 +49,7 @@ API_PATHS = (
 
 
 PROTECTED = ("/v1/", "/infill", "/completion", "/tokenize", "/detokenize", "/dashboard/state")
-"""Beginnings of the paths that need a key, if the server has keys; `/tokenizer_info` is among
-them.
-"""
+"""Beginnings of paths that need a key, if the server has keys (also `/tokenizer_info`)."""
 
 
 def error_response(error: Exception, path: str = "") -> Response:
@@ -100,9 +98,7 @@ def _validation_message(error: RequestValidationError) -> ErrorBody:
 
 
 def _param(problem: dict[str, Any], body: Any) -> str | None:
-    """Return the faulty field as the client wrote it; pydantic also names the branches of its
-    unions.
-    """
+    """Return the faulty field as the client wrote it, without pydantic's union branches."""
     path: list[str] = []
     for part in problem["loc"][1:]:
         if isinstance(body, Mapping) and (part in body or problem["type"] == "missing"):
@@ -115,9 +111,7 @@ def _param(problem: dict[str, Any], body: Any) -> str | None:
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:
-    """Break the cycle of error and frames that would hold the request in memory until garbage
-    collection.
-    """
+    """Break the cycle of error and frames, which would hold the request in memory."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

@@ -1,8 +1,7 @@
-"""Checks the Host of requests to a daemon that only this machine's programs can reach and that asks
-for no key.
+"""Checks the Host of requests to a daemon without a key that only this machine reaches.
 
-A web page may name such a daemon through its own domain (DNS rebinding). The browser then sends
-that domain.
+A web page may name such a daemon through its own domain (DNS rebinding). The browser
+then sends that domain.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ class HostCheck:
         self._names = None if is_open or "*" in names else names
 
     def refusal(self, headers: Headers) -> ApiError | None:
-        """Return the error for a request with another name; a request without Host comes from no
-        browser.
-        """
+        """Return the error for another name; a request without Host comes from no browser."""
         name = _name_of(headers.get("host", ""))
         if self._names is None or not name or _is_loopback(name) or name in self._names:
             return None

@@ -1,7 +1,7 @@
 """ASGI middleware: request ids, API keys, rates, body size, slow readers, error counting.
 
-It is not based on Starlette's BaseHTTPMiddleware, which hides a client's disconnect from the
-routes.
+It is not based on Starlette's BaseHTTPMiddleware, which hides a client's
+disconnect from the routes.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ _SECRET = os.urandom(16)
 
 
 class RequestEnvelope:
-    """Adds an x-request-id to every response, checks key and size, counts error responses, and
-    answers crashes.
-    """
+    """Adds an x-request-id, checks key and size, counts errors, and answers crashes."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, settings: Serve) -> None:
         self._app = app
@@ -140,9 +138,7 @@ class RequestEnvelope:
         return sum(hmac.compare_digest(given, known) for known in self._keys) > 0
 
     def _client_of(self, scope: Scope, headers: Headers) -> str:
-        """Return an opaque name of a client, from its key, or from its address if there are no
-        keys.
-        """
+        """Return an opaque name of a client, from its key, or else its address."""
         if self._keys:
             return opaque(key_of(headers))
         address = scope.get("client") or ("",)
@@ -183,13 +179,12 @@ class RequestEnvelope:
 
 
 class _SentResponse:
-    """Response of one request, with the request's id and the names of ignored fields in its
-    headers.
-    """
+    """Response of one request, with its id and the names of ignored fields in headers."""
 
     def __init__(self, call: HttpCall, send: Send, timeout_s: float | None, on_start: Callable[[int], None]) -> None:
-        """timeout_s: time that the client may leave a part unread; None for no limit. on_start:
-        takes the status when the response begins.
+        """timeout_s.
+
+        Most time that a client leaves a part unread, or None. on_start: takes the status.
         """
         self.has_begun = False
         self.is_unread = False
@@ -228,9 +223,7 @@ class RateLimit:
         """Recent requests of each client, in the order of the latest one."""
 
     def take(self, client: str) -> int | None:
-        """Count a request. Returns None if it is admitted, else the seconds until the next one may
-        be.
-        """
+        """Count a request; return None if it is admitted, else the seconds until one may be."""
         now = time.monotonic()
         while self._times_of and next(iter(self._times_of.values()))[-1] <= now - self._longest_s:
             self._times_of.popitem(last=False)
@@ -252,9 +245,7 @@ def _size_message(most_bytes: int) -> str:
 
 
 def opaque(client: str) -> str:
-    """Return a name for a key or an address that differs from start to start and does not reveal
-    it.
-    """
+    """Return a name for a key or address that differs at each start and reveals nothing."""
     return hashlib.blake2b(client.encode("latin-1", "replace"), key=_SECRET, digest_size=8).hexdigest()
 
 

@@ -1,6 +1,4 @@
-"""FastAPI application whose /openapi.json describes its errors and its treatment of unknown
-fields.
-"""
+"""FastAPI application whose /openapi.json has its errors and treatment of unknown fields."""
 
 from __future__ import annotations
 
@@ -29,15 +27,11 @@ _ERROR_SCHEMA = {
 _MESSAGES_NAME = "MessagesError"
 _MESSAGES_SCHEMA = _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT))
 _FRAMEWORKS_OWN = ("HTTPValidationError", "ValidationError")
-"""Models of FastAPI's own validation errors; `error_responses.py` answers in OpenAI's format
-instead.
-"""
+"""FastAPI's models of validation errors; `error_responses.py` answers in OpenAI's format."""
 
 
 class Application(FastAPI):
-    """Application that describes the errors it sends, and whether bodies may have unknown
-    fields.
-    """
+    """Application that describes its errors, and whether bodies may have unknown fields."""
 
     allows_unknown_fields = False
 

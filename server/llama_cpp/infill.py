@@ -1,5 +1,4 @@
-"""`POST /infill` and `/completion` of llama.cpp's server, for editors: the bodies, their
-translation to a completion, and the answer.
+"""`POST /infill` and `/completion` of llama.cpp's server, as completions, for editors.
 
 Not for: marks of gaps and their order (`text/infill.py`), or bounds of lines
 (`text/line_bounds.py`).
@@ -64,9 +63,7 @@ class LlamaFields(GenerationFields):
     samplers: Annotated[Listed[str], Field(max_length=MAX_STRINGS)] | None = None
     """Samplers to apply; the order is fixed."""
     response_fields: Listed[str] = Field(default_factory=list, max_length=MAX_STRINGS)
-    """Fields of a whole answer; `timings/prompt_n` takes a field out of an object. Empty for
-    all.
-    """
+    """Fields of a whole answer, empty for all; `timings/prompt_n` takes one out of an object."""
     return_tokens: bool = False
     """Whether the answer has token ids; streams always have them."""
 
@@ -147,9 +144,7 @@ async def _prepared(
 
 
 def _refuse_fields_of_completions(body: LlamaFields) -> None:
-    """Raise RequestError for fields of completions that the answer or the prompt has no place
-    for.
-    """
+    """Raise RequestError for completion fields without a place in answer or prompt."""
     for name in ("prompt_logprobs", "truncate_prompt_tokens", "truncation_side", "stream_options"):
         if getattr(body, name) is not None:
             raise RequestError(f"{name} is not served here; leave it out, or use /v1/completions", name, UNSUPPORTED)
@@ -163,18 +158,14 @@ def _max_tokens(body: LlamaFields) -> int | None:
 
 
 def _answer_room(max_tokens: int | None, context: int) -> int:
-    """Return the number of tokens that the texts leave to the answer: at most a half of the
-    context.
-    """
+    """Return the tokens that texts leave to the answer, at most half of the context."""
     if max_tokens is None:
         return context // _SUFFIX_SHARE
     return min(max(1, max_tokens), context // 2)
 
 
 def _sampling_fields(server: Server, body: LlamaFields) -> dict[str, Any]:
-    """Return the values of fields that the list of samplers changes. Raises RequestError for lists
-    not served.
-    """
+    """Return fields that the samplers change; raise RequestError for lists not served."""
     if body.samplers is None:
         return _OFF_PENALTIES if body.penalty_last_n == 0 else {}
     names = [name for name in body.samplers if name not in _BY_OWN_FIELDS]
@@ -203,8 +194,8 @@ def _sampling_fields(server: Server, body: LlamaFields) -> dict[str, Any]:
 def _gap_of(server: Server, body: InfillRequest, room: int) -> tuple[Gap, bool]:
     """Return the texts as tokens, at most `room` of them, and whether some were cut.
 
-    The prefix is cut at its beginning, the suffix at its end. Raises RequestError if `prompt`
-    leaves no room.
+    The prefix is cut at its beginning, the suffix at its end. Raises RequestError if
+    `prompt` leaves no room.
     """
     infill = infill_for(server, "input_suffix")
     most = server.tokenizer.longest_token
@@ -238,9 +229,7 @@ def _gap_of(server: Server, body: InfillRequest, room: int) -> tuple[Gap, bool]:
 
 
 def _further_of(infill: Infill, body: InfillRequest, room: int) -> tuple[list[int], int]:
-    """Return the last of the other files' texts that fit into `room` tokens together, and their
-    number.
-    """
+    """Return the last other texts that fit into `room` tokens, and their number."""
     texts = [FurtherText(extra.filename, extra.text) for extra in body.input_extra]
     parts = infill.further_ids(texts)
     num_taken = 0
@@ -409,9 +398,7 @@ class InfillWriter(AnswerWriter):
 
 
 def selected(answer: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the named fields of an answer. A name with slashes takes a field out of objects;
-    others are left out.
-    """
+    """Return the named fields of an answer; slashes take fields out of objects."""
     fields = {}
     for name in names:
         value: Any = answer

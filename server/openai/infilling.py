@@ -20,9 +20,7 @@ _NOT_WITH_SUFFIX = {
 
 
 def infill_for(server: Server, param: str) -> Infill:
-    """Return the infilling of the served model. Raises RequestError about `param` if the model has
-    none.
-    """
+    """Return the model's infilling; raise RequestError about `param` if it has none."""
     if server.infill is None:
         raise RequestError(
             f"{param}: this model has no tokens for filling gaps that the server knows; serve a model that has them, "

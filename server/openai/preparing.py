@@ -1,7 +1,7 @@
 """Turns a validated body into a `Generation`: prompts, tokens, grammars, engine requests.
 
-Not for: formats of answers (`writers.py`, `responses.py`), or the meaning of single fields
-(`sampling_fields.py`).
+Not for: formats of answers (`writers.py`, `responses.py`), or the meaning
+of single fields (`sampling_fields.py`).
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ _OWN_VARIABLES = frozenset(
 
 
 def template_variables(asked: dict[str, Any] | None) -> dict[str, Any]:
-    """Return variables for the chat template. Raises RequestError for names that the server sets
-    itself.
-    """
+    """Return chat template variables; raise RequestError for names that the server sets."""
     for name in asked or {}:
         if name in _OWN_VARIABLES:
             raise RequestError(f"chat_template_kwargs: {name!r} is set by the server", "chat_template_kwargs")
@@ -71,8 +69,9 @@ def template_variables(asked: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def check_model(server: Server, name: str | None) -> str:
-    """Return the model's name, by default the served one. Raises a 404 for a model that is not
-    served, and RequestError if a strict server gets no name.
+    """Return the model's name, by default the served one; raise 404 for others.
+
+    Raises RequestError if a strict server gets no name.
     """
     names = server.settings.served_names()
     if name is None and server.settings.strict_fields:
@@ -252,9 +251,7 @@ def _most_tokens(server: Server, body: GenerationFields) -> int | None:
 
 
 def _thinking_of(server: Server, body: ChatRequest) -> dict[str, Any]:
-    """Return the body's fields about thinking as variables of the chat template; none if it has no
-    switch.
-    """
+    """Return the fields about thinking as template variables; none without a switch."""
     is_wanted = body.enable_thinking
     if is_wanted is None and body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
         is_wanted = body.thinking.type == "enabled"
@@ -361,9 +358,7 @@ async def prepare_completion(server: Server, body: CompletionRequest) -> Generat
 
 
 def listed_prompts(prompt: Any) -> list[str] | list[list[int]]:
-    """Return the prompts of a completion, all of them texts or token ids. Raises RequestError for
-    too many or none.
-    """
+    """Return a completion's prompts, all texts or all ids; raise for too many or none."""
     if isinstance(prompt, str):
         prompt = [prompt]
     if not prompt:
@@ -378,9 +373,7 @@ def listed_prompts(prompt: Any) -> list[str] | list[list[int]]:
 async def _token_prompts(
     server: Server, body: CompletionRequest, prompts: Sequence[str | Sequence[int]]
 ) -> list[list[int]]:
-    """Return prompts as token ids. Raises RequestError for a text of more tokens than the context
-    has.
-    """
+    """Return prompts as token ids; raise RequestError for a text beyond the context."""
     most = _most_tokens(server, body)
     tokens = []
     for prompt in prompts:

@@ -31,9 +31,7 @@ class Names:
         return self.by_member.get((namespace, name), name)
 
     def called(self, name: str) -> dict[str, str]:
-        """Return the fields of a call's item that name the function: name, and namespace if there
-        is one.
-        """
+        """Return the item fields that name a called function: name, and any namespace."""
         for (namespace, member), offered in self.by_member.items():
             if offered == name:
                 return {"name": member, "namespace": namespace}
@@ -70,9 +68,7 @@ def chat_tools(tools: Sequence[dict[str, Any]], names: Names) -> list[dict[str, 
 
 
 def described(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as the response repeats it: a function has all its fields, and is strict only
-    if it says so.
-    """
+    """Return a tool as responses repeat it, with all fields of a function."""
     members = tool.get("tools")
     if tool.get("type") == "namespace" and isinstance(members, list):
         return {**tool, "tools": [described(member) if isinstance(member, dict) else member for member in members]}
@@ -106,9 +102,7 @@ def _function(tool: dict[str, Any], **changed: Any) -> dict[str, Any]:
 
 
 def _functions_of(namespace: dict[str, Any], names: Names) -> list[dict[str, Any]]:
-    """Return the functions of a namespace (the first with its description), and the types of its
-    other tools.
-    """
+    """Return (a namespace's functions, the first with its description; types of other tools)."""
     space = _text(namespace, "name")
     description = namespace.get("description")
     functions: list[dict[str, Any]] = []

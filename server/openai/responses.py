@@ -1,5 +1,4 @@
-"""`POST /v1/responses`: the request becomes a chat; the answer is a list of items and, in a stream,
-events.
+"""`POST /v1/responses`: the request becomes a chat; the answer is a list of items.
 
 Supports text and function tools. Nothing is stored, also with `store: true`, so clients send whole
 conversations (`previous_response_id` and `background` are refused).
@@ -43,9 +42,7 @@ Included = Literal[
     "file_search_call.results",
     "message.input_image.image_url",
 ]
-"""Values of `include` that have no effect. Thoughts are sent unencrypted, so clients can send them
-back as they are.
-"""
+"""Values of `include` without effect; thoughts are sent unencrypted, to be sent back."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -157,9 +154,7 @@ def _tool_choice(choice: dict[str, Any], names: Names) -> dict[str, Any]:
 
 
 def _messages(items: str | list[dict[str, Any]], names: Names) -> list[dict[str, Any]]:
-    """Return the input's items as messages. Thoughts, the text after them, and consecutive calls
-    form one message.
-    """
+    """Return the input's items as messages; thoughts, text and calls together form one."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []

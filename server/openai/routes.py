@@ -40,9 +40,7 @@ def build_router(server: Server) -> APIRouter:
 
     @router.post("/v1/fim/completions")
     async def create_fim_completion(http: Request, body: CompletionRequest) -> Response:
-        """Fill the gap between prompt and suffix; the answer has the format of chats, as Mistral's
-        does.
-        """
+        """Fill the gap between prompt and suffix; the answer has a chat's format, as Mistral's."""
         return await respond(http, server, body, await prepare_completion(server, body), ChatWriter)
 
     @router.post("/v1/responses")

@@ -45,9 +45,7 @@ def given_or(value: Value | None, default: Value) -> Value:
 
 
 def stop_strings(body: GenerationFields) -> list[str]:
-    """Return the stop strings as a list. Raises RequestError for an empty string or too many
-    strings.
-    """
+    """Return the stop strings; raise RequestError for an empty one or too many."""
     stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
     if len(stops) > MAX_STOPS:
         raise RequestError(f"at most {MAX_STOPS} stop strings, not {len(stops)}", "stop")
@@ -57,9 +55,7 @@ def stop_strings(body: GenerationFields) -> list[str]:
 
 
 def logit_bias_of(body: GenerationFields) -> tuple[tuple[int, float], ...]:
-    """Return (token, bias) pairs. Raises RequestError for keys that are not token ids, and for
-    values out of range.
-    """
+    """Return (token, bias) pairs; raise RequestError for other keys or values."""
     pairs = []
     for key, added in (body.logit_bias or {}).items():
         if not _is_token_id(key):
@@ -76,9 +72,7 @@ def _is_token_id(key: str) -> bool:
 
 
 def repetition_penalty_of(body: GenerationFields) -> float | None:
-    """Return the repetition penalty under either of its names. Raises RequestError if both are
-    given and differ.
-    """
+    """Return the repetition penalty by either name; raise RequestError if both differ."""
     if body.repetition_penalty is None or body.repeat_penalty is None:
         return given_or(body.repetition_penalty, body.repeat_penalty)
     if body.repetition_penalty != body.repeat_penalty:
@@ -91,9 +85,7 @@ def repetition_penalty_of(body: GenerationFields) -> float | None:
 
 
 def named_seed(body: GenerationFields) -> int | None:
-    """Return the seed under either of its names. Raises RequestError if both are given and
-    differ.
-    """
+    """Return the seed by either name; raise RequestError if both differ."""
     if body.random_seed is None or body.seed is None or body.seed == body.random_seed:
         return given_or(body.seed, body.random_seed)
     message = f"random_seed {body.random_seed} is not seed {body.seed}; send one of them"
@@ -115,8 +107,7 @@ def sampling_of(
     seed_stable: bool = False,
     thinking: Thinking | None = None,
 ) -> Sampling:
-    """Return the sampling parameters. Omitted parameters come from the model's generation_config,
-    an omitted seed from the call.
+    """Return the sampling parameters, with defaults of the model and the call's seed.
 
     bad_words: token ids of the body's words. grammar: grammar of its structured output.
     seed_stable: the server's setting. thinking: thoughts that the engine tracks.
@@ -150,8 +141,7 @@ def max_tokens_of(body: GenerationFields) -> int | None:
 def answer_bound(
     num_prompt: int, body: GenerationFields, max_tokens: int | None, max_model_len: int, is_strict: bool
 ) -> int:
-    """Return the maximum number of answer tokens: the requested number, cut to the room that the
-    context leaves.
+    """Return the most answer tokens: as requested, cut to the room in the context.
 
     num_prompt: number of prompt tokens. max_tokens: requested number; None asks for all the room.
     is_strict: refuse a number that would be cut. Raises RequestError if the room is less than that,
@@ -208,9 +198,7 @@ def truncated(
 
 
 def _room_of_answer(body: GenerationFields, max_tokens: int | None, max_model_len: int) -> int:
-    """Return the number of tokens that a truncated prompt leaves to the answer. Raises RequestError
-    if it is all.
-    """
+    """Return the tokens that a truncated prompt leaves; raise RequestError if none."""
     room = given_or(max_tokens, 1)
     if room >= max_model_len:
         # A cut of the answer would leave one token of the prompt.
@@ -224,9 +212,7 @@ def _room_of_answer(body: GenerationFields, max_tokens: int | None, max_model_le
 
 
 def num_logprobs_of(body: GenerationFields) -> int | None:
-    """Number of likeliest tokens reported with each emitted token; None if no logprobs are
-    requested.
-    """
+    """Return the likeliest tokens to report with each emitted one; None without logprobs."""
     if isinstance(body, CompletionRequest):
         return body.logprobs
     assert isinstance(body, ChatRequest)
@@ -238,9 +224,7 @@ def num_logprobs_of(body: GenerationFields) -> int | None:
 
 
 def num_prompt_logprobs_of(body: GenerationFields, num_logprobs: int | None) -> int | None:
-    """Number of likeliest tokens reported with each prompt token; None unless requested, also by
-    `echo`.
-    """
+    """Return the likeliest tokens to report with each prompt token, or None."""
     num_echoed = None
     if isinstance(body, CompletionRequest) and body.echo:
         num_echoed = num_logprobs
@@ -252,8 +236,9 @@ def num_prompt_logprobs_of(body: GenerationFields, num_logprobs: int | None) -> 
 
 
 def check_num_entries(prompts: Sequence[Sequence[int]], num_top: int | None, body: GenerationFields) -> None:
-    """Raise RequestError if the prompts' logprobs would make an answer too large. num_top:
-    alternatives per token.
+    """Raise RequestError if prompt logprobs make an answer too large.
+
+    num_top: alternatives per token.
     """
     if num_top is None:
         return
@@ -269,9 +254,7 @@ def check_num_entries(prompts: Sequence[Sequence[int]], num_top: int | None, bod
 
 
 def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: EngineFacts) -> Speculation:
-    """Return the request's speculation: its values in place of the server's defaults. Limits are
-    not checked here.
-    """
+    """Return the request's speculation, with the server's defaults; limits are not checked."""
     asked = body.speculation or SpeculationFields()
     if not asked.enabled or asked.rule == "off":
         return Speculation()
@@ -342,9 +325,7 @@ def _model_speculation(
 
 
 def _drafters_of(body: GenerationFields, defaults: SpeculationConfig, facts: EngineFacts) -> tuple[str, ...]:
-    """Return the drafters that the request names, else the defaults and its prediction; empty for
-    plain decoding.
-    """
+    """Return the named drafters, else the defaults and the prediction; empty for plain."""
     asked = body.speculation
     if asked is not None and asked.drafters is not None:
         return tuple(dict.fromkeys(asked.drafters))
@@ -365,9 +346,7 @@ def with_seed(
     facts: EngineFacts,
     is_crowded: bool = False,
 ) -> Speculation:
-    """Return speculation with a fixed shape for a request with a seed, unless the shape cannot
-    change the answer.
-    """
+    """Return a fixed shape for a request with a seed, unless shapes cannot change it."""
     if not speculation.adaptive or sampling.is_certain:
         return speculation
     return with_fixed_shape(speculation, limits, facts.device, is_crowded)

@@ -30,9 +30,7 @@ class Streamable(Protocol):
 Asked = TypeVar("Asked")
 Streamed = TypeVar("Streamed", bound=Streamable)
 Writer = Callable[[Streamed, Generation, bool], AnswerWriter]
-"""Factory of a writer; the arguments are the body, the generation, and whether the answer has
-metrics.
-"""
+"""Makes a writer from the body, the generation, and whether the answer has metrics."""
 
 
 async def respond(
@@ -53,9 +51,7 @@ async def answer_translated(
     writer: Writer[Streamed],
     params: Mapping[str, str],
 ) -> Response:
-    """Answer a body that stands for a chat; params: names that the endpoint has for chat's
-    fields.
-    """
+    """Answer a body that stands for a chat; params: the endpoint's names of chat's fields."""
     with endpoint_names(params):
         generation = await prepare_chat(server, checked(as_chat, body))
         conversation = getattr(body, params.get("messages", "messages"))

@@ -43,9 +43,7 @@ def known(value: Item | None) -> Item | msgspec.UnsetType:
 
 
 class ChunkWriter(AnswerWriter):
-    """Common part of both APIs: an answer is an object with choices, and so is each chunk of its
-    stream.
-    """
+    """Answers and chunks of streams: objects with choices, in both APIs."""
 
     last_frame = b"data: [DONE]\n\n"
     id_prefix: ClassVar[str]
@@ -101,9 +99,7 @@ class ChunkWriter(AnswerWriter):
         """Do nothing: the choices hold all that a whole answer needs."""
 
     def whole(self) -> list[bytes]:
-        """Return the answer, each choice encoded by itself: the encoder holds the interpreter's
-        lock.
-        """
+        """Return the answer, each choice encoded by itself, as the encoder holds the lock."""
         usage = self._generation.usage()
         answer = self._answer(self.object_whole, [], usage, self._metrics(), self.prompt_ids())
         # A bracket after this name is never in a string: its quotes would be escaped.
@@ -198,9 +194,7 @@ class ChatWriter(ChunkWriter):
 
 
 def _message(choice: Choice) -> ChatMessage:
-    """Return the message of a choice; its content is null if it has calls or thoughts and no
-    text.
-    """
+    """Return a choice's message; its content is null if it has only calls or thoughts."""
     calls = [
         AnsweredCall(call_id, AnsweredFunction(call.name, call.arguments))
         for call_id, call in zip(choice.call_ids, choice.calls, strict=True)

@@ -45,9 +45,7 @@ def _add_state(router: APIRouter, server: Server) -> None:
     @router.get("/health")
     @router.get("/ping")
     async def health() -> Response:
-        """Return 200 while the engine runs (also while it loads or sleeps) and its steps complete,
-        else 503.
-        """
+        """Return 200 while the engine loads, sleeps or completes its steps, else 503."""
         if client.is_stalled:
             return error_response(EngineStopped("the engine completes no more steps; restart the daemon"))
         if client.is_alive:

@@ -100,9 +100,7 @@ def _add_live_page(app: FastAPI, server: Server) -> None:
 
     @app.get("/dashboard/state")
     async def dashboard_state() -> dict[str, Any]:
-        """Return model, totals and running requests, without their text. Needs an API key if keys
-        are configured.
-        """
+        """Return model, totals and running requests, without text; needs a key if keys are set."""
         facts = server.client.facts
         about = None
         num_blocks = 0

@@ -1,5 +1,4 @@
-"""Sends a generation to the client in the format of any API: whole, or as a stream of server-sent
-events.
+"""Sends a generation in the format of any API: whole, or as server-sent events.
 
 A disconnect ends the generation: a stream ends with its response, a whole answer is raced against
 the disconnect. A stream begins only after admission, so earlier errors are ordinary JSON errors.
@@ -32,24 +31,18 @@ log = logging.getLogger("polydraft")
 _SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _KEEP_ALIVE = b": keep-alive\n\n"
 _LARGE = 2048
-"""Number of logprobs and token ids from which an answer is encoded in a thread: some milliseconds
-of work.
-"""
+"""Logprobs and token ids from which a thread encodes an answer: milliseconds of work."""
 _PIECE = 1 << 18
 """Maximum number of bytes that are sent at once."""
 
 encode = msgspec.json.Encoder().encode
 
 Event = dict[str, Any] | msgspec.Struct
-"""Data of a server-sent event. A dictionary has its name as `type`; OpenAI's chunks have no
-name.
-"""
+"""Data of a server-sent event; a dictionary's `type` is its name."""
 
 
 class AnswerWriter(ABC):
-    """Writes one generation in the format of an API: as events while it runs, or as a whole answer
-    at its end.
-    """
+    """Writes one generation in the format of an API: as events, or whole at its end."""
 
     last_frame: ClassVar[bytes] = b""
     """Frame that ends every stream, also after an error."""
@@ -161,8 +154,9 @@ class EventStream(StreamingResponse):
 
 
 async def admitted(http: HttpRequest, sender: Sender, generation: Generation) -> AsyncGenerator[Delta, None] | None:
-    """Return the deltas of an admitted generation, or None if the client has left before. Raises
-    the errors of admission.
+    """Return the deltas of an admitted generation, or None if the client has left.
+
+    Raises the errors of admission.
     """
     deltas = sender.run(generation)
     try:
@@ -180,15 +174,14 @@ async def admitted(http: HttpRequest, sender: Sender, generation: Generation) ->
 async def run_through(
     http: HttpRequest, sender: Sender, generation: Generation, take: Callable[[Delta], object] = lambda _: None
 ) -> bool:
-    """Run to the end and pass every delta to `take`. Returns False if the client has left
-    before.
-    """
+    """Run to the end, passing deltas to `take`; return False if the client left first."""
     return await _before_leaving(http, asyncio.create_task(_all_deltas(sender, generation, take)))
 
 
 async def _before_leaving(http: HttpRequest, work: asyncio.Future[Any]) -> bool:
-    """Wait for some work, and cancel it if the client leaves first. Returns whether it finished;
-    raises its errors.
+    """Wait for work, cancelled if the client leaves first; return whether it finished.
+
+    Raises its errors.
     """
     gone = asyncio.create_task(_disconnected(http))
     try:
@@ -289,9 +282,7 @@ def speculation_headers(metrics: Metrics) -> dict[str, str]:
 
 
 def bound_headers(generation: Generation) -> dict[str, str]:
-    """Return the header with the maximum number of answer tokens, if the context had less room than
-    requested.
-    """
+    """Return the header with the most answer tokens, if less than requested fit."""
     if generation.cut_bound is None:
         return {}
     return {"x-polydraft-max-tokens": str(generation.cut_bound)}

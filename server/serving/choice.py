@@ -1,8 +1,8 @@
 """One choice of an answer: takes each step's tokens and releases their text.
 
 Thoughts are separated first, so that stop strings and calls are looked for in the answer alone.
-Stop strings, finish reason, usage and speculation counts agree on the end of the answer. Not for:
-formats of APIs.
+Stop strings, finish reason, usage and speculation counts agree on the end of the answer. Not
+for: formats of APIs.
 """
 
 from __future__ import annotations
@@ -151,9 +151,7 @@ class Choice:
 
     @property
     def stop_reason(self) -> str | int | None:
-        """Stop string, or the id from stop_token_ids, that has ended the answer; None if neither
-        has.
-        """
+        """Return the stop string, or id from stop_token_ids, that ended the answer, or None."""
         if self.finish_reason is None or self.stop_string is not None:
             return self.stop_string
         is_stop_token = self._last_token in self.request.limits.stop_token_ids
@@ -185,8 +183,9 @@ class Choice:
         return self._prompt.by_place
 
     def add(self, outcome: Outcome, stats: StepStats) -> tuple[list[Part], float | None, Outcome]:
-        """Take a step's tokens. Returns the parts to release, the seconds per token, and the part
-        of the outcome in the answer.
+        """Take a step's tokens; return (parts to release, seconds per token, its outcome).
+
+        The outcome is that of the answer's tokens alone.
         """
         self.num_cached = outcome.num_cached
         said: list[str | Thought] = [self._echo_prompt()]
@@ -247,9 +246,7 @@ class Choice:
         return DraftedStep(chains, drafters_of(outcome), num_accepted, texts(outcome.token_ids[:num_taken]))
 
     def _read(self, said: Sequence[str | Thought]) -> list[Part]:
-        """Return the thoughts, the text and the calls of a step, in order. Adjacent pieces of one
-        type are one.
-        """
+        """Return a step's thoughts, text and calls in order; adjacent pieces are joined."""
         parts: list[Part] = []
         released = [piece for piece in said if piece]
         for is_thought, pieces in itertools.groupby(released, lambda piece: isinstance(piece, Thought)):
@@ -260,9 +257,7 @@ class Choice:
         return parts
 
     def _read_calls(self, text: str, is_last: bool = False) -> list[str | CallPiece]:
-        """Return the text outside calls and the pieces of calls. If only one call is allowed, it
-        ends the answer.
-        """
+        """Return the text outside calls, and pieces of calls; a single call may end it."""
         if self._calls is None:
             return [text] if text else []
         parts: list[str | CallPiece] = []
@@ -281,9 +276,7 @@ class Choice:
         return CallPiece(piece.index, call_id, piece.name, piece.arguments)
 
     def _echo_prompt(self) -> str:
-        """Return the prompt's text before the first tokens, and take its logprobs. Empty if it is
-        not echoed.
-        """
+        """Return the prompt's text before the first tokens if it is echoed; take its logprobs."""
         if self._has_begun or self._prompt is None:
             return ""
         self._has_begun = True
@@ -303,9 +296,7 @@ class Choice:
             self._offset += num_characters
 
     def _split(self, piece: str, is_last: bool) -> Sequence[str | Thought]:
-        """Return the thoughts and the answer's text in a piece. Call once per token: tokens of
-        thoughts and their tags are counted.
-        """
+        """Return the thoughts and text in a piece, called once per token to count thoughts."""
         if self._reasoning is None:
             return (piece,)
         was_inside = self._reasoning.is_inside
@@ -315,8 +306,7 @@ class Choice:
         return parts
 
     def _filtered(self, piece: str, may_stop: bool, hidden: str = "", is_last: bool = False) -> Iterator[str | Thought]:
-        """Yield the thoughts in a piece of text, and what stop strings and the bounds of lines
-        leave of the answer in it.
+        """Yield a piece's thoughts, and what stop strings and line bounds leave of its text.
 
         hidden: text of a token after the piece that the answer leaves out. is_last: the piece ends
         the answer, and no parser holds text back after it.
@@ -341,9 +331,7 @@ class Choice:
         return self.num_tokens + num_taken > self.request.limits.min_tokens
 
     def _hidden_text(self, token: int) -> str:
-        """Return the text of a token that the answer leaves out, if a stop string may spell it;
-        else "".
-        """
+        """Return a hidden token's text if a stop string may spell it; else ""."""
         if not self._cut.looks_at_hidden or token in self._shown:
             return ""
         if self._reasoning is not None and self._reasoning.is_inside:
@@ -353,9 +341,7 @@ class Choice:
         return self._tokenizer.token_text(token)
 
     def _detokenize(self, outcome: Outcome, said: list[str | Thought]) -> int:
-        """Append the released text and thoughts; return the number of tokens in the answer. The end
-        token counts, without its text.
-        """
+        """Append released text and thoughts; return the answer's tokens, with the end token."""
         self._num_characters = []
         ended_by_token = outcome.finish_reason == "stop"
         for count, token in enumerate(outcome.token_ids, start=1):

@@ -1,5 +1,4 @@
-"""Client of the engine process: submits requests, distributes the results of each step, and detects
-its end.
+"""Client of the engine process: submits requests, and distributes each step's results.
 
 One task reads the engine's messages. If the engine ends, every open request gets an
 `EngineStopped`, `is_alive` turns false, and the daemon exits. An engine that sleeps has no process,
@@ -46,9 +45,7 @@ from server.serving.ticket import Ticket
 log = logging.getLogger("polydraft")
 
 UNATTENDED = 1 << 31
-"""Least priority of requests that no client waits for. They have no time limit, and take no places
-in the queue from other requests.
-"""
+"""Least priority of requests that no client waits for: without time limit or places."""
 _POLL_S = 0.25
 _STOP_S = 5
 """Time that a stopped engine has to end; then it is killed."""
@@ -74,9 +71,7 @@ class EngineState(Enum):
 
 
 class EngineClient:
-    """Exchanges messages with an engine process, and ends it; `cli.py` has started the first
-    one.
-    """
+    """Exchanges messages with an engine process, which `cli.py` started, and ends it."""
 
     def __init__(
         self,
@@ -86,10 +81,10 @@ class EngineClient:
         request_timeout_s: float = 0.0,
         max_queued_tokens: int = 0,
     ) -> None:
-        """max_open_requests: running and waiting requests together. stall_timeout_s: time without a
-        message while requests are open. request_timeout_s: time limit of a call. max_queued_tokens:
-        prompt tokens of requests without a token yet. 0 means no limit, except for
-        max_open_requests.
+        """max_open_requests: running and waiting together; 0 is no limit for all others.
+
+        stall_timeout_s: time without a message while requests are open. request_timeout_s: of a
+        call. max_queued_tokens: prompt tokens of requests without a token yet.
         """
         self.config = config
         self.max_open_requests = max_open_requests
@@ -106,9 +101,7 @@ class EngineClient:
         """Set while requests are held."""
         self._tickets: dict[str, Ticket] = {}
         self._held: dict[Ticket, Sequence[Request]] = {}
-        """Calls that wait for the engine to wake. While it is not awake, all open calls are
-        here.
-        """
+        """Calls that wait for the engine to wake: all open calls, while it is not awake."""
         self._has_woken = asyncio.Event()
         """Set when a process has loaded, and when the last one has ended."""
         self._idle_since_s = time.monotonic()
@@ -118,9 +111,7 @@ class EngineClient:
         self._queued_tokens: dict[str, int] = {}
         """Number of prompt tokens of requests without a token yet."""
         self._waiting_since_s: float | None = None
-        """Time of the engine's last message, or of the first request after it was idle; None while
-        it is idle.
-        """
+        """Time of the last message, or of the first request after idling; None while idle."""
         self._is_stalled = False
 
     @property
@@ -130,9 +121,7 @@ class EngineClient:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the engine has work and has been silent for too long, also if its clients have
-        left meanwhile.
-        """
+        """Return whether the engine is silent for too long with work, clients gone or not."""
         if self.facts is None or not self.is_awake or self._waiting_since_s is None:
             return False
         silence_s = time.monotonic() - self._waiting_since_s
@@ -164,9 +153,7 @@ class EngineClient:
 
     @property
     def idle_s(self) -> float:
-        """Time since the last request ended, or since the engine woke; 0 while requests are open or
-        it is not awake.
-        """
+        """Return the time without open requests while awake; 0 otherwise."""
         if self.num_open or self.facts is None or not self.is_awake:
             return 0.0
         return time.monotonic() - self._idle_since_s
@@ -207,9 +194,7 @@ class EngineClient:
         self._reader = asyncio.create_task(self._read(self._connection))
 
     async def put_to_sleep(self) -> None:
-        """End the process, and return when it has ended; from now on requests are held. No request
-        may be open.
-        """
+        """End the process, and return then; later requests are held. None may be open."""
         assert self.is_awake
         assert not self.num_open
         self._send(Stop())
@@ -224,8 +209,7 @@ class EngineClient:
         self._connection.close()
 
     async def wake(self) -> None:
-        """Start another process, and return when it serves, or when it has failed and `is_alive` is
-        false.
+        """Start another process; return when it serves, or has failed (`is_alive` is false).
 
         Held requests are sent to it, or get the error.
         """
@@ -263,8 +247,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def submit(self, requests: Sequence[Request]) -> AsyncIterator[Ticket]:
-        """Submit requests, or hold them while the engine is not awake; leaving the block aborts
-        those still open.
+        """Submit requests, or hold them during a sleep; leaving the block aborts open ones.
 
         Raises EngineBusy if the queue has no room for all of them, RequestError if it never will,
         and EngineStopped while the engine serves none.

@@ -18,8 +18,7 @@ class EngineConnection:
     """An engine process that has received its configuration, and the sockets to it."""
 
     def __init__(self, process: subprocess.Popen[bytes], config: EngineConfig, is_offline: bool = False) -> None:
-        """Bind the sockets, and send a new engine process its configuration; `open` or `kill` must
-        follow.
+        """Bind the sockets, and configure a new process; `open` or `kill` must follow.
 
         is_offline: whether it must take models from the hub's cache. Raises ConfigError if there is
         no place for the sockets.
@@ -70,9 +69,7 @@ class EngineConnection:
         return self.process.poll() is not None
 
     def leave_nothing(self) -> None:
-        """Remove the folder of the sockets if both are connected, so that a killed process does not
-        leave it.
-        """
+        """Remove the sockets' folder once both are connected: a killed process leaves none."""
         if self._bound_inbox.poll(0, zmq.POLLOUT):
             self._folder.cleanup()
 
@@ -83,9 +80,7 @@ class EngineConnection:
         self.close()
 
     def close(self) -> None:
-        """Release the sockets and their folder; the process is left alone. No effect the second
-        time.
-        """
+        """Release the sockets and their folder, not the process; idempotent."""
         for socket in self._open_sockets:
             socket.close(linger=0)  # the event loop no longer watches its descriptor
         self._context.destroy(linger=0)

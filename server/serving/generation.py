@@ -1,6 +1,4 @@
-"""Runs the requests of one HTTP call and yields one `Delta` per choice and step. Not for: formats
-of APIs.
-"""
+"""Runs the requests of one HTTP call and yields one `Delta` per choice and step."""
 
 from __future__ import annotations
 
@@ -72,9 +70,10 @@ class Generation:
         structure: Structure | None = None,
         cut_bound: int | None = None,
     ) -> None:
-        """structure: names the cause of errors of the grammar. cut_bound: maximum number of answer
-        tokens, if the context left less room than the body asked for; the least bound of all
-        prompts.
+        """structure: names causes of grammar errors.
+
+        cut_bound: most answer tokens of the shortest prompt, if the context
+        left less than requested.
         """
         self._structure = structure
         self.cut_bound = cut_bound
@@ -104,9 +103,7 @@ class Generation:
         return self._prompts[number // self.num_choices]
 
     async def run(self, client: EngineClient, observer: Observer) -> AsyncGenerator[Delta, None]:
-        """Yield `ADMITTED`, then the deltas of all choices. Closing the iterator aborts the running
-        requests.
-        """
+        """Yield `ADMITTED`, then the deltas of all choices; closing aborts running requests."""
         call = this_call()
         early_end = "abort"
         requests = [choice.request for choice in self.choices]

@@ -1,9 +1,8 @@
-"""Sleep of an idle engine: its process ends after some time without a request, and another one
-starts at the next.
+"""Sleep of an idle engine: its process ends, and another starts at the next request.
 
-The end of the process releases all that it holds: weights, K/V, compiled code, the prefix cache and
-what the controller has learnt. The HTTP process stays, so all that needs no engine is answered
-during a sleep.
+The end of the process releases all that it holds: weights, K/V, compiled code, the prefix cache
+and what the controller has learnt. The HTTP process stays, so all that needs no engine is
+answered during a sleep.
 """
 
 from __future__ import annotations

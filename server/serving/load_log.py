@@ -29,8 +29,7 @@ class LoadLog:
         self._before = live.state(0)
 
     def read(self) -> dict[str, Any] | None:
-        """Return the facts of the time since the last call, or None if no answer received a token
-        in it.
+        """Return facts since the last call, or None if no answer received a token.
 
         tokens_per_second: of all answers; tokens_per_pass: of all target passes; tokens_per_step:
         of speculative steps alone, which is the acceptance length, None if nothing was drafted;
@@ -60,9 +59,7 @@ class LoadLog:
         }
 
     async def run(self, interval_s: float = INTERVAL_S) -> None:
-        """Write a line after every interval in which answers received tokens, until cancelled or an
-        error is logged.
-        """
+        """Log a line after every interval with tokens, until cancelled or an error is logged."""
         try:
             while True:
                 await asyncio.sleep(interval_s)

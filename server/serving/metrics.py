@@ -1,8 +1,8 @@
 """The Prometheus registry of the HTTP process. Names and buckets: `docs/observability.md`.
 
-Labels have a bounded number of values for any requests, and never contain a request id. The
-children of metrics that change with every step are looked up once, so that a step costs the HTTP
-process microseconds.
+Labels have a bounded number of values for any requests, and never contain a request id.
+The children of metrics that change with every step are looked up once, so that a step
+costs the HTTP process microseconds.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def position_label(position: int) -> str:
 def num_reached(outcome: Outcome) -> int:
     """Return the number of positions at which a drafted token was verified.
 
-    Positions after the end of an answer do not count. Chains shorter than the longest one count
-    with its length.
+    Positions after the end of an answer do not count. Chains shorter than the longest one
+    count with its length.
     """
     was_cut = len(outcome.token_ids) <= outcome.num_accepted
     return outcome.num_accepted if was_cut else min(outcome.num_accepted + 1, outcome.draft_length)
@@ -84,8 +84,9 @@ class ServerMetrics:
             self.registry.register(VllmNames(self.registry))
 
     def _add(self, kind: type[_Child], name: str, text: str, *labels: str, **options: Any) -> Callable[..., _Child]:
-        """Define a metric, whose first labels are the model's name and the engine's number. Returns
-        a function that takes the values of the other labels and looks up their child once.
+        """Define a metric with the model's name and the engine's number as first labels.
+
+        Returns a function that takes the values of the other labels and looks up their child once.
         """
         metric = kind(f"polydraft_{name}", text, [*self._common, *labels], registry=self.registry, **options)
         return cache(partial(metric.labels, *self._common.values()))
@@ -193,9 +194,7 @@ class ServerMetrics:
         )
 
     def watch_engine(self, pid: Callable[[], int]) -> None:
-        """Publish CPU time, memory and files of the engine process, too; pid: 0 while there is
-        none.
-        """
+        """Publish the engine's CPU time, memory and files; pid: 0 while there is none."""
         self.registry.register(EngineProcesses(pid))
 
     def watch_batches(self, num_lines_left: Callable[[], int]) -> None:
@@ -234,9 +233,7 @@ class ServerMetrics:
         self._sleeping.set(0)
 
     def wake(self, duration_s: float) -> None:
-        """Count a sleep that is over; duration_s: time from the first request to an engine that
-        serves.
-        """
+        """Count an ended sleep; duration_s: from the first request to a serving engine."""
         self._wakes.inc()
         self._wake_seconds.inc(duration_s)
 
@@ -315,9 +312,7 @@ class ServerMetrics:
             self._lengths["prompt_tokens"].observe(length)
 
     def cut_bound(self) -> None:
-        """Count a call whose answer may have fewer tokens than requested, because the context has
-        no more room.
-        """
+        """Count a call whose answer may be shorter than requested, for lack of context."""
         self._cut_bounds.inc()
 
     def tokens(self, num_tokens: int, gap_s: float | None, ttft_s: float | None) -> None:
@@ -336,9 +331,7 @@ class ServerMetrics:
         times_s: dict[str, float | None],
         counted: SpeculationCount,
     ) -> None:
-        """Count an answer that has ended; `times_s` has any of e2e, queue, prefill, decode,
-        tpot.
-        """
+        """Count an ended answer; `times_s` has any of e2e, queue, prefill, decode, tpot."""
         self._success(reason).inc()
         self._lengths["generation_tokens"].observe(num_tokens)
         for name, seconds in times_s.items():
@@ -360,16 +353,12 @@ class ServerMetrics:
         self._lengths["max_num_generation_tokens"].observe(max(answer_lengths))
 
     def abort(self, num_answers: int, reason: str) -> None:
-        """Count answers that ended early: `abort` if their client left, `error` if the engine or
-        the daemon ended them.
-        """
+        """Count answers that ended early: `abort` by their client, `error` by the server."""
         if num_answers:
             self._success(reason).inc(num_answers)
 
     def error(self, status: int, rejection: str | None = None) -> None:
-        """Count an error response to a POST; rejection: reason why the request was not admitted, if
-        that was the error.
-        """
+        """Count an error response to a POST; rejection: reason if it was not admitted."""
         self._errors(str(status)).inc()
         if rejection is not None:
             self._rejections(rejection).inc()
@@ -390,9 +379,7 @@ class ServerMetrics:
 
 
 def _drafter_counts(outcome: Outcome) -> Counts[tuple[str, int]]:
-    """Yield drafts, drafted tokens and accepted tokens (0 to 2) of each drafter; the draft model
-    has the rest.
-    """
+    """Yield (0 to 2) drafts, drafted and accepted tokens of each drafter."""
     counts: dict[str, tuple[int, int, int]] = {}
     for part in outcome.text_draft_counts:
         chains, nodes, accepted = counts.get(part.name, (0, 0, 0))
@@ -405,9 +392,7 @@ def _drafter_counts(outcome: Outcome) -> Counts[tuple[str, int]]:
 
 
 class EngineProcesses(ProcessCollector):
-    """Collector of the engine process: memory and files of the one that runs, and CPU time of those
-    that ended, too.
-    """
+    """Collector of the engine processes: memory and files of one, CPU time of all."""
 
     def __init__(self, pid: Callable[[], int]) -> None:
         """pid: of the process that runs, 0 for none."""
@@ -430,9 +415,7 @@ class EngineProcesses(ProcessCollector):
 
 
 def _ended_children_s() -> float:
-    """Return the CPU time of child processes that have ended; they were engines, and processes of
-    engines.
-    """
+    """Return the CPU time of ended child processes, which were engines and theirs."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -451,18 +434,14 @@ _NAMES = frozenset(
 
 
 class VllmNames(Collector):
-    """Collector of copies of the metrics that vLLM has, too, so that dashboards and benchmarks made
-    for vLLM work.
-    """
+    """Collector of metrics under vLLM's names, for dashboards and benchmarks made for it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._is_collecting = False
 
     def collect(self) -> Iterable[Metric]:
-        """Return the copies. The registry calls all collectors, also this one: the inner call
-        returns nothing.
-        """
+        """Return the copies; the registry's inner call of this collector returns nothing."""
         if self._is_collecting:
             return
         self._is_collecting = True

@@ -40,8 +40,9 @@ class Observer:
         self.live.take(outcome, stats)
 
     def end(self, call: HttpCall, read_state: ReadState, early_end: str) -> None:
-        """Report a generation that is over; early_end: the reason of choices that have none:
-        `abort` or `error`.
+        """Report an ended generation.
+
+        Early_end: `abort` or `error`, for choices without a reason.
         """
         self.live.end(call)
         state = read_state()
@@ -61,9 +62,7 @@ class Observer:
 
 
 def facts_of(state: GenerationState, early_end: str) -> dict[str, Any]:
-    """Return the facts of a generation that logs and traces may hold: counts and times, never
-    text.
-    """
+    """Return what logs and traces may hold of a generation: counts and times, never text."""
     metrics = state.clock.report(state.speculation)
     reasons = [reason or early_end for reason in state.reasons]
     return {

@@ -128,22 +128,17 @@ class SpeculationCount:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean number of tokens of a speculative step, with the bonus token; plain steps do not
-        count.
-        """
+        """Return the mean tokens of a speculative step, with the bonus token."""
         return _ratio(self.num_emitted, self.num_steps)
 
     @property
     def tokens_per_pass(self) -> float | None:
-        """Mean number of tokens of a target pass, plain passes included; None before the first
-        token.
-        """
+        """Return the mean tokens of a target pass, also plain ones; None before the first."""
         return _ratio(self.num_tokens, self.num_passes)
 
     @property
     def speedup(self) -> float | None:
-        """Time of plain decoding for the same tokens and prompts, divided by the measured time
-        (`Timing`).
+        """Return the time of plain decoding over the measured time (`Timing`).
 
         None if nothing was drafted, or if plain decoding was not measured for most of the tokens.
         """
@@ -183,9 +178,7 @@ class SpeculationCount:
         return msgspec.structs.asdict(report) | {"acceptance_histogram": histogram}
 
     def _drafters(self) -> dict[str, DrafterMetrics]:
-        """Return the contribution of each drafter; the model has all that text drafters do not
-        have.
-        """
+        """Return each drafter's contribution; the model has what text drafters do not have."""
         counts = self.text_draft_counts
         names = dict.fromkeys(name for name, _ in counts)
         drafters = {
@@ -215,9 +208,7 @@ class Clock:
         self.num_tokens = 0
 
     def add(self, outcome: Outcome, num_taken: int) -> float | None:
-        """Note a step's tokens. Returns the seconds per token since the last step, None for the
-        first step.
-        """
+        """Note a step's tokens; return the seconds per token since the last step, or None."""
         now = time.perf_counter()
         gap = None
         if self.first_token is None:
@@ -237,8 +228,7 @@ class Clock:
         return self.first_token - self.started
 
     def times_s(self) -> dict[str, float | None]:
-        """Return the durations for the histograms of `ServerMetrics.finish`; empty before the first
-        token.
+        """Return the durations for `ServerMetrics.finish`; empty before the first token.
 
         The time per token is None for an answer of one token.
         """

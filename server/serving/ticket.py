@@ -42,9 +42,7 @@ class Ticket:
             raise self._error
 
     def accept(self, request_id: str) -> None:
-        """Note that a request's grammar is compiled; the engine reports this only for requests with
-        a grammar.
-        """
+        """Note that a request's grammar is compiled, of which the engine reports."""
         self._undecided.discard(request_id)
         if not self._undecided:
             self._is_decided.set()
@@ -56,9 +54,7 @@ class Ticket:
         self.arrivals.put_nowait(error)
 
     async def parts(self) -> AsyncGenerator[tuple[int, Outcome, StepStats], None]:
-        """Yield (index of the request, its outcome, the step's statistics) until all requests have
-        ended.
-        """
+        """Yield (request index, outcome, statistics) until all requests have ended."""
         while self.open_ids or not self.arrivals.empty():
             async with self._in_time():
                 part = await self.arrivals.get()

@@ -62,9 +62,7 @@ class Tracing:
         self._model = model
 
     def record(self, state: GenerationState, call: HttpCall, facts: dict[str, Any]) -> None:
-        """Send the span of a generation that has ended; it is a child of the client's span, if
-        there is one.
-        """
+        """Send an ended generation's span, a child of the client's span if there is one."""
         # The path may have a proxy's prefix.
         operation = next((name for path, name in _OPERATIONS.items() if call.path.endswith(path)), "chat")
         parent = None

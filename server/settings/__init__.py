@@ -1,3 +1,1 @@
-"""Settings of the daemon: flags, environment and file, other servers' flags, checks before anything
-is loaded.
-"""
+"""Settings of the daemon: flags, environment, file, and checks before anything is loaded."""

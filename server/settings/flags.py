@@ -1,6 +1,4 @@
-"""The command lines of `polydraft serve` and `polydraft run-batch`, generated from the settings.
-Flags of other servers are translated.
-"""
+"""Command lines of `serve` and `run-batch`, from the settings and other servers' flags."""
 
 from __future__ import annotations
 
@@ -105,8 +103,7 @@ def parse_flags(words: Sequence[str]) -> Serve:
 
 
 def completed_parser(name: str) -> argparse.ArgumentParser:
-    """Return a parser of all flags with the choices of their values, from which shells complete. It
-    parses nothing.
+    """Return a parser of all flags with their choices, for shells; it parses nothing.
 
     name: of the command, serve or run-batch.
     """
@@ -299,9 +296,7 @@ def _description(field: FieldInfo) -> str:
 
 
 def _shown_default(default: Any, text: str) -> str:
-    """Return a default for the help; "" if there is none, or if the setting's text says what 0
-    means.
-    """
+    """Return a default for the help; "" if there is none, or if the text says what 0 means."""
     if isinstance(default, bool):
         return "on" if default else "off"
     if default in (None, "", []):

@@ -96,9 +96,7 @@ def _ignored(text: str, switches: str = "", values: str = "") -> dict[str, Forei
 
 
 def _refused(text: str, switches: str = "", values: str = "", accepts: tuple[str, ...] = ()) -> dict[str, Foreign]:
-    """Return flags that are refused unless their value has no effect; names: separated by
-    spaces.
-    """
+    """Return flags refused unless without effect; names are separated by spaces."""
     switch = Foreign(text=text, is_refused=True, is_switch=True)
     value = Foreign(text=text, is_refused=True, accepts=accepts)
     return dict.fromkeys(switches.split(), switch) | dict.fromkeys(values.split(), value)
@@ -231,11 +229,11 @@ _SPECULATION_KEYS = (
 
 
 def translate(given: Mapping[str, Any], shown: str = "--{}") -> dict[str, Any]:
-    """Return the settings of this server for names and values of any server; unknown names are
-    returned unchanged.
+    """Return this server's settings for names and values of any server.
 
-    shown: spelling of a name in messages, as a format. Raises ConfigError for a flag that would
-    change an answer and is not supported, and for two names of one setting with different values.
+    Unknown names are returned unchanged. shown: spelling of a name in messages, as a format. Raises
+    ConfigError for a flag that would change an answer and is not supported, and for two names of
+    one setting with different values.
     """
     result: dict[str, Any] = {}
     name_of: dict[str, str] = {}
@@ -282,9 +280,7 @@ def _check(foreign: Foreign, name: str, value: Any) -> None:
 
 
 def _read_speculation(value: Any, name: str) -> dict[str, Any]:
-    """Return the object of a --speculative-config, from JSON or a file's table; names with
-    underscores.
-    """
+    """Return the object of a --speculative-config, of JSON or a file; with underscores."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -308,8 +304,10 @@ def _speculation(asked: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _tree_settings(tree: Any, name: str) -> dict[str, Any]:
-    """Return settings for vLLM's tree, a list of paths of child numbers; none with one log line if
-    nodes of a depth have different numbers of children. Raises ConfigError for anything else.
+    """Return settings for vLLM's tree, a list of paths of child numbers.
+
+    None, with a log line, if nodes of a depth have different numbers of children. Raises
+    ConfigError for anything else.
     """
     place = f"{name} speculative_token_tree"
     try:
@@ -330,9 +328,7 @@ def _tree_settings(tree: Any, name: str) -> dict[str, Any]:
 
 
 def _check_speculation(asked: dict[str, Any], name: str) -> None:
-    """Raise ConfigError for keys that are not known or may change answers; log the keys without
-    effect.
-    """
+    """Raise ConfigError for keys that may change answers; log those without effect."""
     for key, value in asked.items():
         if key in _METHOD_KEYS:
             if value not in (None, *_EXACT_METHODS):
@@ -346,9 +342,7 @@ def _check_speculation(asked: dict[str, Any], name: str) -> None:
 
 
 def _drafter_settings(asked: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the settings of the drafter that is asked for; None for settings that keep their
-    default.
-    """
+    """Return the drafter's settings; None for settings that keep their default."""
     method = asked.get("method")
     model = asked.get("model")
     num_tokens = asked.get("num_speculative_tokens")

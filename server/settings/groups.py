@@ -1,8 +1,7 @@
-"""The settings of `polydraft serve` by group, as `--help` prints them; `settings.py` combines them
-in one class.
+"""The settings of `polydraft serve` by group; `settings.py` combines them in one class.
 
-Flags have vLLM's names if the meaning is the same. The docstring of a group is its title, that of a
-setting its help.
+Flags have vLLM's names if the meaning is the same. The docstring of a group is its title, that of
+a setting its help.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2
 
 
 def _words(value: Any) -> Any:
-    """Return the values of one text or of several; each is a JSON list or has commas between its
-    values.
-    """
+    """Return the values of one text or several, each a JSON list or separated by commas."""
     texts = value
     if isinstance(value, str):
         texts = [value]
@@ -49,9 +46,7 @@ def _split(text: str) -> list[Any]:
 
 
 def _tokens(value: Any) -> Any:
-    """Return the values of a text as `_words` does; a text such as [PREFIX],[SUFFIX] is no JSON
-    list.
-    """
+    """Return the values of a text as `_words` does; [PREFIX],[SUFFIX] is no JSON list."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, str) and not value.startswith('["'):

@@ -56,8 +56,8 @@ class ConfigFileSource(PydanticBaseSettingsSource):
 def read_config_file(path: str, fields: Collection[str]) -> dict[str, Any]:
     """Return the settings in a TOML, JSON or YAML file; keys with dashes or underscores.
 
-    Other servers' keys are translated. Raises ConfigError, also for a key that is not among
-    `fields`.
+    Other servers' keys are translated. Raises ConfigError, also for a key that
+    is not among `fields`.
     """
     try:
         values = _parse(Path(path))

@@ -1,5 +1,4 @@
-"""Steps before anything is loaded, so that a wrong setting fails at once: the daemon's socket is
-bound, and the models are looked for.
+"""Checks before anything is loaded: the daemon's socket, and the models' files.
 
 The checks of models read file names and the first bytes of files.
 """
@@ -50,9 +49,7 @@ def with_sources(config: EngineConfig) -> EngineConfig:
 
 
 def check_pair(model: ModelConfig) -> None:
-    """Raise ConfigError if a draft model in a folder has other tokens than the target; warn of an
-    unused adapter.
-    """
+    """Raise ConfigError for a draft model with other tokens; warn of an unused adapter."""
     warn_of_adapter(model.target)
     source = model.draft_source
     if source is None or source[0] == model.target:
@@ -71,11 +68,10 @@ def _is_language_model(folder: Path) -> bool:
 
 
 def with_quantization(config: EngineConfig, wanted: str | None) -> EngineConfig:
-    """Return a configuration that quantises the target as requested, or reads it quantised; raise
-    ConfigError if the checkpoint is quantised by another method.
+    """Return a configuration that quantises the target, or reads it quantised.
 
     wanted: the method's name in checkpoints or in vLLM, or a format of `--weights`; None changes
-    nothing.
+    nothing. Raises ConfigError for a checkpoint of another method.
     """
     if wanted is None:
         return config
@@ -118,9 +114,7 @@ def _method(name: str) -> str:
 
 
 def bind(settings: Serve) -> socket.socket:
-    """Return a listening socket; clients queue from now on. Raises OSError if the address cannot be
-    bound.
-    """
+    """Return a listening socket, where clients queue; raise OSError if it cannot be bound."""
     address: str | tuple[str, int]
     if settings.uds:
         _remove_stale(Path(settings.uds))

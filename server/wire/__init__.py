@@ -1,3 +1,1 @@
-"""Ground floor of all APIs: bodies, answers and errors, fields that are not served, ids, the
-current call.
-"""
+"""Ground floor of all APIs: bodies, answers, errors, unserved fields, ids, the current call."""

@@ -12,9 +12,7 @@ from typing import Any
 import msgspec
 
 _SLICE = 4096
-"""Numbers or texts per call of the encoder, which holds the interpreter's lock: well below a
-millisecond.
-"""
+"""Values per call of the encoder, which holds the lock: well below a millisecond."""
 _encoder = msgspec.json.Encoder()
 
 
@@ -77,13 +75,9 @@ class SpeculativeDecoding(msgspec.Struct, frozen=True):
     draft_time_share: float | None
     rule: str
     optimal_acceptance_gap: float | None
-    """Mean of alpha* minus the rule's acceptance over the observed steps; None if no step was
-    observed.
-    """
+    """Mean of alpha* minus the rule's acceptance in observed steps, if any."""
     bias_bound: float
-    """0 if exact, else the distance from the target distribution that over-acceptance allowed,
-    summed over positions.
-    """
+    """Distance from the target by over-acceptance, summed over positions; 0 if exact."""
     drafters: dict[str, DrafterMetrics]
 
 
@@ -213,9 +207,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None
     logprobs: CompletionLogprobs | None = None
     stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
-    """Stop string or stop token id that ended the choice (vLLM's field); chunks before the last
-    have none.
-    """
+    """Stop string or stop token id that ended the choice (vLLM's field); last chunk only."""
     prompt_logprobs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET

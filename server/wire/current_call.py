@@ -17,12 +17,11 @@ class HttpCall:
     trace_parent: str | None = None
     """The caller's span (W3C `traceparent`)."""
     client: str = ""
-    """Opaque name of the client: equal for equal API keys, or for equal addresses if the server has
-    no keys.
-    """
+    """Opaque name of the client, by its API key, or its address without keys."""
     attempt_of: str = ""
-    """Name of the work that this call attempts. Each attempt draws the same random numbers, because
-    otherwise an interrupted answer, which is longer in the mean, would be replaced by another one.
+    """Name of the work that this call attempts; each attempt draws the same numbers.
+
+    Otherwise an interrupted answer, which is longer in the mean, would be replaced by another one.
     """
     added_priority: int = 0
     """Added to the priority of its requests; a higher number is served later."""

@@ -1,5 +1,4 @@
-"""The table of errors: status, type and code of each, in the formats of OpenAI's and Anthropic's
-APIs.
+"""The table of errors: status, type and code of each, in both APIs' formats.
 
 OpenAI's format is `{"error": {"message": str, "type": str, "param": str | null, "code": str |
 null}}`. Not for: the responses that carry them (`http/error_responses.py`).
@@ -41,9 +40,7 @@ class ApiError(Exception):
     def __init__(
         self, status: int, body: ErrorBody, headers: dict[str, str] | None = None, rejection: str | None = None
     ) -> None:
-        """rejection: reason for the metrics why the request was not admitted; None for other
-        errors.
-        """
+        """rejection: reason for the metrics if the request was not admitted; else None."""
         super().__init__(body.message)
         self.status = status
         # Both may quote the client, at a length of megabytes.
@@ -115,9 +112,7 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
 
 
 def responses_error(error: ApiError) -> dict[str, Any]:
-    """Return the error of a response that failed after it had begun; its code is one of OpenAI's
-    short list.
-    """
+    """Return the error of a response that had begun; its code is of OpenAI's short list."""
     code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
     body = error.body
     return {"code": code, "message": body.message, "param": body.param, "type": body.type}

@@ -32,9 +32,7 @@ MAX_TOOLS = 512
 
 
 class Wire(BaseModel):
-    """Model with strict types, without NaN or infinity; unknown keys are ignored, and null means
-    omitted.
-    """
+    """Model with strict types and finite numbers; unknown keys are ignored, null is absence."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
 
@@ -150,13 +148,9 @@ class GenerationFields(Body):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     """Priority; lower values are served earlier, as in vLLM."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """Number of the likeliest tokens that are reported at each position of the prompt (vLLM's
-    field).
-    """
+    """Likeliest tokens reported at each position of the prompt (vLLM's field)."""
     seed_stable: bool | None = None
-    """Whether the answer depends on the seed but not on the drafts; by default the server's
-    setting.
-    """
+    """Whether drafts leave a seed's answer the same; by default the server's setting."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Only requests with the same salt share K/V."""
     return_token_ids: bool = False
@@ -209,9 +203,7 @@ class Tool(Wire):
 
 
 class OtherTool(Wire):
-    """Tool other than a function. This server has no such tools, and prompts do not mention
-    them.
-    """
+    """Tool other than a function; prompts do not mention it."""
 
     type: str
 
@@ -278,9 +270,7 @@ class Message(Wire):
     tool_calls: Annotated[Listed[MadeCall], Field(max_length=128)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    """Thoughts of the assistant, for chat templates that repeat them; `reasoning` is another
-    name.
-    """
+    """Thoughts of the assistant, for templates that repeat them; also named `reasoning`."""
     reasoning: str | None = None
     prefix: bool = False
     """Whether the answer continues this message, the last one (Mistral's field)."""
@@ -329,9 +319,7 @@ class ChatRequest(GenerationFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required", "any"] | NamedChoice | AllowedTools | None = None
-    """Functions that the model may call; with `none` the prompt does not mention them. `any` is
-    Mistral's name of `required`.
-    """
+    """Functions that the model may call; `none` hides them; `any` is Mistral's `required`."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls."""
     # Known and not supported.

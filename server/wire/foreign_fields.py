@@ -1,5 +1,4 @@
-"""Unsupported fields of other servers that would change an answer, with the values that have no
-effect.
+"""Unsupported fields of other servers that change answers, and their neutral values.
 
 Sources: public descriptions of llama.cpp, vLLM, SGLang, Ollama, TGI, text-generation-webui,
 KoboldCpp, and of hosted APIs with OpenAI's protocol. A field that depends on a listed field is not

@@ -1,5 +1,4 @@
-"""Ids and seeds, drawn without a system call: in each one another thread may take the interpreter
-from the event loop.
+"""Ids and seeds without system calls, in which threads take the lock from the loop.
 
 Not for: secrets. They come from the system (`secrets`, `os.urandom`).
 """

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return " (did you mean X?)" with the most similar of the known names, or "" if none is
-    similar.
-    """
+    """Return " (did you mean X?)" with the most similar known name, or ""."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]}?)" if close else ""

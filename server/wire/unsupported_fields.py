@@ -1,8 +1,8 @@
 """Treatment of unsupported fields.
 
-A field that would change an answer is refused by name, unless its value has no effect. Any other
-field is ignored and reported in a log line and a response header; `--strict-fields` refuses such
-fields, too.
+A field that would change an answer is refused by name, unless its value has no effect. Any
+other field is ignored and reported in a log line and a response header; `--strict-fields`
+refuses such fields, too.
 
 Not for: the meaning of supported fields (`sampling_fields.py`), their models (`fields.py`), or the
 list of fields of other servers (`foreign_fields.py`).
@@ -51,9 +51,7 @@ _HARMLESS = frozenset(
 """Names that every route ignores: they do not change an answer."""
 
 _REQUIRED = frozenset({"model", "messages", "prompt", "input", "tokens"})
-"""Fields whose misspelling is noticed, because they are then missing, or changes nothing
-(`model`).
-"""
+"""Fields whose misspelling shows, as they are missing, or changes nothing (`model`)."""
 
 
 class Neutral:
@@ -111,8 +109,8 @@ def shown(name: str) -> str:
 def _misspelt(name: str, known: frozenset[str]) -> str | None:
     """Return the known name that a name misspells, or None.
 
-    Longer names such as `conversation_id` are not misspelt, nor are short names: `speed` is not
-    `seed`.
+    Longer names such as `conversation_id` are not misspelt, nor are short names:
+    `speed` is not `seed`.
     """
     plain = _HUMP.sub("_", name[:_LONGEST_SHOWN]).replace("-", "_").lower()
     if plain in known:
@@ -129,9 +127,7 @@ def _misspelt(name: str, known: frozenset[str]) -> str | None:
 
 
 class UnknownFields:
-    """Policy for unknown fields: refuses fields that would change an answer, and ignores all other
-    fields.
-    """
+    """Policy for unknown fields: refuse those that change answers, ignore all others."""
 
     def __init__(
         self,
@@ -139,8 +135,9 @@ class UnknownFields:
         bodies: Iterable[type[BaseModel]] = (),
         foreign: Mapping[str, Neutral] | None = None,
     ) -> None:
-        """is_strict: refuse every unknown name. bodies: models of all routes. foreign: fields of
-        other servers.
+        """is_strict.
+
+        Refuse every unknown name. bodies: of all routes. foreign: other servers' fields.
         """
         self._is_strict = is_strict
         self._foreign = foreign or {}
@@ -151,9 +148,7 @@ class UnknownFields:
         self._logged: set[str] = set()
 
     def check(self, body: BaseModel) -> None:
-        """Raise RequestError for unknown names that must not be ignored, and report all other
-        names.
-        """
+        """Raise RequestError for unknown names that must not be ignored; report all others."""
         if not body.model_extra:
             return
         unknown = []
@@ -184,9 +179,7 @@ class UnknownFields:
         raise RequestError(f"{name} is not a field of this endpoint; {_LEAVE_OUT}", name, UNKNOWN)
 
     def ignore(self, name: str, why: str) -> None:
-        """Report a part of the current request that has no effect: in a response header, and once
-        in the log.
-        """
+        """Report a part of the request without effect: in a header, and once in the log."""
         ignored = this_call().ignored
         if name not in ignored and len(ignored) < _MOST_SHOWN:
             ignored.append(name)

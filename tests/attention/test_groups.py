@@ -36,8 +36,9 @@ CONFIGS: dict[str, Any] = {
 
 
 def passes(seed: int = 0) -> tuple[list[SequenceInput], list[SequenceInput]]:
-    """Prompts of nine sequences in scattered blocks, then a decode step of them: single tokens and
-    trees, some of which see no key before the sixth.
+    """Prompts of nine sequences in scattered blocks, then a step of single tokens and trees.
+
+    Some see no key before the sixth.
     """
     chance = np.random.default_rng(seed)
     blocks = chance.permutation(200).tolist()
@@ -77,7 +78,7 @@ def logits(loaded: Any, alone: bool, spoil: Spoil = lambda group: group) -> torc
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_attending_together_changes_no_number(name: str) -> None:
+def test_grouped_attention_equals_single_attention(name: str) -> None:
     loaded = randomised(CONFIGS[name], seed=5)
     alone = logits(loaded, True)
     together = logits(loaded, False)
@@ -99,7 +100,7 @@ WRONG: dict[str, Spoil] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_the_comparison_has_teeth(wrong: str) -> None:
+def test_wrong_variants_fail_the_comparison(wrong: str) -> None:
     loaded = randomised(CONFIGS["window"], seed=5)
     alone = logits(loaded, True)
     assert not torch.allclose(alone, logits(loaded, False, WRONG[wrong]), atol=1e-4, rtol=1e-4)
@@ -118,7 +119,7 @@ def test_a_group_is_alike_and_fits_the_buffer() -> None:
     assert sorted(group.shape[0] for group in found) == [1, 2, 2]
 
 
-def test_a_lone_sequence_is_read_where_it_lies() -> None:
+def test_lone_sequence_is_read_without_a_copy() -> None:
     nodes = NodeInput((1, 1), (1, 2), (), np.tri(2, dtype=np.bool_))
     for blocks, expected in (([3, 4, 5], slice(12, 21)), ([3, 5, 4], [12, 13, 14, 15, 20, 21, 22, 23, 16])):
         batch = build([SequenceInput([1], 6, blocks, nodes, slice(0))], 4)
@@ -168,12 +169,8 @@ def seen_in(groups: list[Group]) -> dict[int, tuple[int, dict[int, int]]]:
     return found
 
 
-def test_every_row_sees_what_its_place_allows() -> None:
-    """Chunks, single tokens, trees, nodes below cached ones; some begin at a later key; blocks in
-    order and scattered.
-
-    All together, two of them, and each alone.
-    """
+def test_rows_see_the_keys_of_their_layout() -> None:
+    """Chunks, single tokens and trees, in blocks in order and scattered, together and alone."""
     chance = np.random.default_rng(3)
     blocks, parts = chance.permutation(400).tolist(), []
     for number in range(16):

@@ -29,9 +29,7 @@ SHAPES = [StepShape(2, *drafts, kind) for drafts in ((0, 0), (2, 2)) for kind in
 
 @contextlib.contextmanager
 def serving() -> Iterator[DryDevice]:
-    """Let engines be built on the device. Its kernels and models are not compared with plain
-    operations, because there are no numbers.
-    """
+    """Let engines be built on the device, without comparisons of numbers."""
     with dry_device() as dry, contextlib.ExitStack() as stack:
         for owner, name, variant in (
             (building, "graphs_on", lambda *_: dry),

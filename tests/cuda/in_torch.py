@@ -1,5 +1,4 @@
-"""Attention over pages in torch, from the operands of the kernel: a stand-in for it where something
-else is tested.
+"""Attention over pages in torch, from the kernel's operands, for tests of something else.
 
 Triton's interpreter takes a hundred times as long. `test_attention_kernel.py` compares both.
 """
@@ -29,9 +28,7 @@ def attend(
     kind: ScoreOptions,
     window: int | None,
 ) -> Tensor:
-    """Return what `attend_paged` returns: (1, H, T, D) -> (1, T, H, D_v); rows of no sequence get
-    0.
-    """
+    """Return what `attend_paged` returns; rows of no sequence get 0."""
     keys, values = (part[layer].to(query.dtype) for part in (storage.keys, storage.values))
     groups = query.shape[1] // keys.shape[1]
     output = query.new_zeros(query.shape[2], query.shape[1], values.shape[2])

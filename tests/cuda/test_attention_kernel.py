@@ -1,6 +1,4 @@
-"""The Triton kernel gives the numbers of the plain path: in Triton's interpreter on a CPU, compiled
-on a device.
-"""
+"""The Triton attention kernel gives the plain path's numbers."""
 
 from __future__ import annotations
 
@@ -94,7 +92,7 @@ def test_the_probe_runs_through_the_kernel_that_serves(block_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("window", "parts"), grid([(None, 1), (None, 3), (50, 1), (50, 3)], {(50, 3)}))
-def test_no_query_of_a_prompt_reads_what_is_behind_its_tile(window: int | None, parts: int) -> None:
+def test_prompt_queries_read_no_keys_beyond_their_tile(window: int | None, parts: int) -> None:
     """NaN behind the tile would make the results NaN."""
     count, known, clean = 90, 40, 64
     blocks = list(range(-(-(known + count) // PAGE)))
@@ -132,9 +130,7 @@ def test_a_key_or_value_that_is_nan_is_not_hidden(parts: int, name: str) -> None
 def operands(
     dtype: torch.dtype, num_keys: int, window: int | None = None, first_key: int = 0, nodes: int = 70
 ) -> tuple[Any, ...]:
-    """Return a tree of more nodes than a word has bits, after a long text, and a chunk of a
-    prompt.
-    """
+    """Return a tree of more nodes than a word has bits, after a long text, and a chunk."""
     chance = np.random.default_rng(1)
     tree = merge_chains(chance.integers(0, 8, (nodes // 4, 6)).tolist())
     blocks = chance.permutation(2 * (num_keys + 200) // PAGE).tolist()
@@ -211,7 +207,7 @@ def test_attention_in_every_number_format_equals_torch(
         {("both", 100, 1)},
     ),
 )
-def test_options_that_models_add_to_attention(kind: str, window: int | None, parts: int) -> None:
+def test_softcaps_windows_and_sinks_equal_torch(kind: str, window: int | None, parts: int) -> None:
     sinks = torch.linspace(-1, 2, 6, device=tiny.DEVICE) if kind in ("sinks", "both") else None
     options = ScoreOptions(3.0 if kind in ("softcap", "both") else None, sinks)
     with in_parts(parts):
@@ -264,7 +260,7 @@ def check(case: tuple[Any, ...], kind: ScoreOptions, tolerance: float) -> None:
 @pytest.mark.sole("wrong operands of the attention kernel")
 @pytest.mark.sampled
 @pytest.mark.parametrize("wrong", grid(["words", "limits", "node_positions", "pages", "ends"], {"words", "pages"}))
-def test_the_comparison_has_teeth(wrong: str) -> None:
+def test_wrong_variants_fail_the_comparison(wrong: str) -> None:
     parts, storage, query, window = operands(torch.float32, 130, window=40)
     paged = paged_of(parts)
     spoilt = getattr(paged, wrong)
@@ -275,9 +271,7 @@ def test_the_comparison_has_teeth(wrong: str) -> None:
 
 
 def unset_memory(outputs: list[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which new tensors of floating point are NaN; they are added to
-    `outputs`.
-    """
+    """Let new tensors of floating point be NaN, and add them to `outputs`."""
 
     def unset(empty: Any, *size: Any, **kind: Any) -> torch.Tensor:
         found = empty(*size, **kind)
@@ -326,9 +320,7 @@ class Launches:
     [([1] * 63 + [512], 792, 760), ([1] * 63 + [2048], 1560, 1528), ([1] * 64, 640, 512), ([21] * 4, 72, 64)],
 )
 def test_few_programs_have_no_tile(counts: list[int], programs: int, with_work: int) -> None:
-    """A grid of sequences times the tiles of the longest had 16,384 and 65,536 programs for the
-    first two.
-    """
+    """Sequences times tiles of the longest would be 16,384 and 65,536 programs."""
     blocks = [list(range(-(-count // PAGE))) for count in counts]
     paged = paged_of(
         [SequenceInput([1] * n, 0, own, NO_NODES, slice(0)) for n, own in zip(counts, blocks, strict=True)]
@@ -349,9 +341,7 @@ def test_few_programs_have_no_tile(counts: list[int], programs: int, with_work: 
 
 @pytest.mark.slow
 def test_every_tile_of_many_sequences_is_computed() -> None:
-    """More sequences than are searched at once, some of several tiles; a tile that is left out has
-    other numbers.
-    """
+    """More sequences than are searched at once, some of several tiles."""
     chance = np.random.default_rng(5)
     counts = [*chance.integers(1, 4, 70).tolist(), 21, 9, 1, 40]
     blocks = iter(chance.permutation(400).tolist())
@@ -373,9 +363,7 @@ def test_every_tile_of_many_sequences_is_computed() -> None:
 
 
 def test_tiles_have_few_sizes() -> None:
-    """Each size is compiled separately: three sizes of four heads that share keys, fewer rows in
-    float32.
-    """
+    """Each size is compiled separately: three for four heads that share keys."""
     sizes = {attention_kernel.tile_queries_of(count, 4, torch.bfloat16) for count in range(1, 500)}
     assert sizes == {4, 8, 16}
     assert {attention_kernel.tile_queries_of(count, 4, torch.float32) for count in range(1, 500)} == {4, 8}
@@ -403,9 +391,7 @@ def test_a_server_compiles_few_kernels() -> None:
 
 
 def rerun_of_a_pass() -> bool:
-    """Run a pass after a short text, then over the same buffers with a longer text's numbers;
-    compare the latter.
-    """
+    """Run a pass over buffers that another pass has used, and compare."""
     model = randomised(CASES["llama"], seed=5)
     shape = find_kv_shape(model)
     runner = ModelRunner(model.model, shape, 60, PAGE, model.vocab_size, paged_kernel=attention_kernel)

@@ -1,6 +1,4 @@
-"""The path of a CUDA device, run on one that is not there: every operation is one that the device
-allows.
-"""
+"""The path of a CUDA device, run on a device that is not there."""
 
 from __future__ import annotations
 
@@ -146,6 +144,18 @@ def test_a_recorded_step_copies_once_and_reads_once(
         for _ in range(2):
             replays = 3 if speculation.num_drafts else 2
             assert costs(device, machine) == Costs(reads=1, waits=0, pinned=1, replays=replays)
+            kernels = device.counts.total() - device.counts["read"] - device.counts["pinned copy"] - replays
+            assert kernels <= 2, "one kernel moves the K/V of each model"
+
+
+def test_merging_equal_nodes_reads_the_drafted_tokens(device: DryDevice, machine: Engine) -> None:
+    most_unmerged, machine.unrecorded.most_unmerged = machine.unrecorded.most_unmerged, 0
+    try:
+        with launched_one_by_one(machine), asking(machine, CHAINS):
+            costs(device, machine)
+            assert costs(device, machine).reads == 2
+    finally:
+        machine.unrecorded.most_unmerged = most_unmerged
 
 
 BOTH = Speculation(rule="bv_race", num_drafts=2, draft_length=2, drafters=("model", "prompt_lookup"))
@@ -269,9 +279,7 @@ WAITING_FAMILIES = {
 def test_every_family_is_recorded_or_served_without_recordings(
     device: DryDevice, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two families wait for the device in every pass: the start says where, and their steps are
-    launched one by one.
-    """
+    """Two families wait for the device in every pass; the start says where."""
     engine = build(dry.moved(families.family(name)))
     assert engine.target.fast_paths["paged attention"]
     waits = WAITING_FAMILIES.get(name)
@@ -321,9 +329,7 @@ def test_a_step_with_a_head_reads_once(device: DryDevice, name: str, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 def test_comparisons_of_a_start_run(device: DryDevice) -> None:
-    """Kernels with plain operations, and models with plain transformers, in their type and in
-    float32.
-    """
+    """Kernels with plain operations, and models with transformers, in both types."""
     cases = choosing.cases
 
     def without_decide(_cases: Any, of: torch.device) -> Any:

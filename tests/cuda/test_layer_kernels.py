@@ -1,6 +1,4 @@
-"""Layers by kernels give the numbers of plain operations: in Triton's interpreter on a CPU,
-compiled on a device.
-"""
+"""Layers by kernels give the numbers of plain operations."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ Numbers = tuple[torch.Tensor, ...]
 
 
 def numbers(loaded: Any, by_kernels: bool, longest: int = 0) -> Numbers:
-    """Logits of a step of a single token and a tree after prompts; all keys, values and hidden
-    states.
-    """
+    """Logits, keys, values and hidden states of a step of a token and a tree."""
     with instead(lean_decoder, "use_kernels", lambda *_: by_kernels):
         decoder = LeanDecoder(loaded.model, longest)
     shape = replace(find_kv_shape(loaded), hidden_dim=loaded.model.config.hidden_size, taps=TAPS)
@@ -107,10 +103,7 @@ WRONG = {
 @pytest.mark.slow
 @IN_TORCH
 @pytest.mark.parametrize("wrong", grid(WRONG, {"swapped"}))
-def test_wrong_kernels_are_found_out(wrong: str) -> None:
-    """The comparison finds them, and so does the trial at start, which would keep the plain
-    operations.
-    """
+def test_wrong_layer_kernels_are_rejected(wrong: str) -> None:
     loaded = randomised(LEAN["qwen3"], seed=5)
     expected = numbers(loaded, False)
     assert layer_check.find_fault(tiny.DEVICE, torch.float32) is None
@@ -121,7 +114,7 @@ def test_wrong_kernels_are_found_out(wrong: str) -> None:
 
 @pytest.mark.slow
 @IN_TORCH
-def test_sums_that_are_left_out_are_found_out() -> None:
+def test_omitted_sums_are_rejected() -> None:
     """A layer adds to what was there before it."""
     loaded = randomised(LEAN["qwen3"], seed=5)
     expected = numbers(loaded, False)
@@ -131,7 +124,7 @@ def test_sums_that_are_left_out_are_found_out() -> None:
 
 @pytest.mark.slow
 @IN_TORCH
-def test_biases_that_are_left_out_are_found_out() -> None:
+def test_omitted_biases_are_rejected() -> None:
     loaded = randomised(LEAN["llama, biases"], seed=5)
     expected = numbers(loaded, False)
     with instead(layer_products.PlainProduct, "__call__", lambda _, product, rows: linear(rows, product.weight_NK)):

@@ -1,6 +1,4 @@
-"""The lean decoder: the same numbers as transformers, only for models it knows, and never instead
-of a right answer.
-"""
+"""The lean decoder gives transformers' numbers, for models that it knows."""
 
 from __future__ import annotations
 
@@ -74,10 +72,8 @@ def randomised(config: Any, seed: int) -> Any:
 
 
 @pytest.mark.parametrize("name", LEAN)
-def test_it_gives_transformers_numbers(name: str) -> None:
-    """Prompt in two chunks, a tree, an acceptance; then also through transformers, whose weights
-    are views now.
-    """
+def test_lean_decoder_equals_transformers(name: str) -> None:
+    """Prompt in two chunks, a tree, an acceptance; then through transformers."""
     loaded = randomised(LEAN[name], seed=3)
     assert is_lean(loaded.model)
     assert probe(loaded, find_kv_shape(loaded), LeanDecoder(loaded.model)) < 0.05
@@ -86,7 +82,7 @@ def test_it_gives_transformers_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_others_run_through_transformers(name: str) -> None:
+def test_other_models_run_through_transformers(name: str) -> None:
     assert not is_lean(randomised(OTHERS[name], seed=3).model)
 
 

@@ -26,9 +26,7 @@ def tensors(shape: KVShape, dtype: torch.dtype, has_kernel: bool) -> KVTensors:
 
 
 def paths(chance: np.random.Generator, num_sequences: int, longest: int) -> list[KVMoves]:
-    """Return moves like those of steps: nodes of trees, by depth, go to the first places of their
-    row, which others may occupy.
-    """
+    """Return moves like those of steps: nodes of trees to the first places of their row."""
     moves: list[KVMoves] = []
     for start in chance.permutation(NUM_SLOTS // 40)[:num_sequences] * 40:
         length = int(chance.integers(0, longest + 1))
@@ -43,7 +41,7 @@ def paths(chance: np.random.Generator, num_sequences: int, longest: int) -> list
 @pytest.mark.parametrize(
     "shape", [KVShape(2, 1, 8, 8), KVShape(3, 2, 20, 12), KVShape(1, 8, 128, 64)], ids=["small", "odd", "wide"]
 )
-def test_it_moves_what_torch_moves(shape: KVShape, dtype: torch.dtype) -> None:
+def test_moves_equal_torch(shape: KVShape, dtype: torch.dtype) -> None:
     chance = np.random.default_rng(5)
     for num_sequences, longest in ((1, 1), (5, 8), (3, 30)):
         moves = paths(chance, num_sequences, longest)
@@ -55,9 +53,7 @@ def test_it_moves_what_torch_moves(shape: KVShape, dtype: torch.dtype) -> None:
 
 
 def test_all_of_a_sequence_is_read_before_any_is_written() -> None:
-    """A chain in which each move overwrites what the next one reads; the wrong variant makes one
-    after the other.
-    """
+    """Each move overwrites what the next one reads."""
     shape = KVShape(2, 2, 8, 8)
     chain = [(slot, slot + 1) for slot in range(10)]
     before, together, in_turn = (tensors(shape, torch.float32, True) for _ in range(3))
@@ -69,7 +65,7 @@ def test_all_of_a_sequence_is_read_before_any_is_written() -> None:
 
 
 @pytest.mark.parametrize("num_moves", [1, 31, 32, 33])
-def test_nothing_else_is_touched(num_moves: int) -> None:
+def test_moves_touch_no_other_rows(num_moves: int) -> None:
     """A sequence may have fewer moves than others; columns after the last one are not used."""
     shape = KVShape(2, 3, 7, 5)
     before, after = (tensors(shape, torch.float32, True) for _ in range(2))

@@ -1,6 +1,4 @@
-"""Edges without sorting are those of sorting: in Triton's interpreter on a CPU, compiled on a
-device.
-"""
+"""Edges without sorting are those of sorting."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ def fewer_digits(rounds: int) -> AbstractContextManager[Any]:
 
 
 def distributions() -> torch.Tensor:
-    """Flat and steep ones, ties, certainty, tokens without mass, tokens with next to none, half of
-    the mass in one.
-    """
+    """Flat and steep ones, ties, certainty, tokens with little or no mass."""
     generator = torch.Generator().manual_seed(1)
     rows = [(spread * torch.randn(WIDTH, generator=generator)).softmax(0) for spread in (0.1, 3.0, 9.0)]
     rows.append(torch.randint(1, 4, (WIDTH,), generator=generator).float())
@@ -55,7 +51,7 @@ def distributions() -> torch.Tensor:
 
 @pytest.mark.sole("kernels of filters")
 @pytest.mark.parametrize("top_p", grid([1e-6, 0.5, 0.95], {0.5}))
-def test_it_keeps_what_sorting_keeps(top_p: float) -> None:
+def test_top_p_equals_sorting(top_p: float) -> None:
     probs_NV = distributions()
     top_p_N = torch.full((len(probs_NV),), top_p, device=tiny.DEVICE)
     found, expected = nucleus_kernels.nucleus(probs_NV, top_p_N), TORCH.nucleus(probs_NV.cpu(), top_p_N.cpu())
@@ -65,7 +61,7 @@ def test_it_keeps_what_sorting_keeps(top_p: float) -> None:
 
 
 @pytest.mark.slow
-def test_every_row_has_its_own() -> None:
+def test_rows_have_their_own_filters() -> None:
     probs_NV = distributions()[[1, 5, 0]]
     top_p_N = torch.tensor([0.3, 0.8, 1.0], device=tiny.DEVICE)
     whole = nucleus_kernels.nucleus(probs_NV, top_p_N)
@@ -81,7 +77,7 @@ def test_rows_with_gaps_between_them() -> None:
     assert torch.equal(nucleus_kernels.nucleus(apart_NV, top_p_N), nucleus_kernels.nucleus(probs_NV, top_p_N))
 
 
-def test_an_edge_that_is_known_to_fewer_digits_is_found_out() -> None:
+def test_edge_with_fewer_digits_is_rejected() -> None:
     """In a flat row, of which the wrong edge keeps 314 other tokens."""
     probs_NV = distributions()[:1]
     top_p_N = torch.full((1,), 0.5, device=tiny.DEVICE)
@@ -92,9 +88,9 @@ def test_an_edge_that_is_known_to_fewer_digits_is_found_out() -> None:
 
 
 def rows_with_ties() -> torch.Tensor:
-    """Return nine logits in several tiles of each row: with ties of every size, with masked tokens,
-    and with neighbours one unit in the last place apart that the division by a temperature may make
-    equal.
+    """Return nine logits in several tiles of each row, with ties of every size.
+
+    Also masked tokens, and neighbours one unit apart that a temperature may make equal.
     """
     one = torch.tensor(3.0)
     near = [one]
@@ -139,9 +135,7 @@ def test_top_k_and_min_p_keep_what_sorting_keeps(step: int) -> None:
 
 @pytest.mark.slow
 def test_all_filters_of_a_request_together() -> None:
-    """Qwen3's sampling (0.6, 20, 0.95) is of this kind: top-p counts the mass of what the others
-    keep.
-    """
+    """Qwen3's sampling (0.6, 20, 0.95): top-p counts the mass that the others leave."""
     logits_NV = rows_with_ties()[:5]
     wishes = [(0.6, 3, 0.95, 0.0), (1.0, 4, 0.5, 0.0), (0.6, 5, 0.9, 0.1), (2.0, 0, 0.7, 0.0), (0.0, 3, 0.9, 0.0)]
     rows = [Sampling(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in wishes]
@@ -155,7 +149,7 @@ def test_all_filters_of_a_request_together() -> None:
 @pytest.mark.parametrize(
     "wrong", grid(["distances are approximate", "fewer digits", "one token more"], {"distances are approximate"})
 )
-def test_wrong_edges_are_found_out(wrong: str) -> None:
+def test_wrong_edges_are_rejected(wrong: str) -> None:
     # Rows of neighbours, whose edges differ in the last bits.
     logits_NV, temperature_N, min_p_N, top_k_N = (one[-3:] for one in every_k(step=7))
     expected = TORCH.truncated(logits_NV, temperature_N, Filters(min_p_N, top_k_N, most_k=99))
@@ -169,7 +163,7 @@ def test_wrong_edges_are_found_out(wrong: str) -> None:
     assert not torch.equal(found > 0, expected > 0)
 
 
-def test_rows_that_ask_for_nothing_are_softmax_to_the_bit() -> None:
+def test_unfiltered_rows_equal_softmax_to_the_bit() -> None:
     """Their distribution must not depend on what another request of the step asks for."""
     logits_NV = torch.randn(3, 300, generator=torch.Generator().manual_seed(3)).to(tiny.DEVICE)
     temperature_N, top_k_N = (torch.tensor(one, device=tiny.DEVICE) for one in ([0.7, 1.0, 1.3], [0, 5, 0]))

@@ -1,6 +1,4 @@
-"""Block tables of recorded steps: a step writes those that differ from the last step's, and leaves
-the others.
-"""
+"""A recorded step writes the block tables that differ from the last step's."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ def row(number: int, table: tuple[int, ...], drafts: bool, own: tuple[int, ...] 
 
 
 def compare(seed: int, with_pool: bool) -> None:
-    """Tables grow, shrink, change at equal length, and move to other rows; numbers are those of new
-    arrays.
-    """
+    """Grow, shrink, change and move tables, and compare with new arrays."""
     chance, reused = random.Random(seed), inputs(with_pool)
 
     def table() -> tuple[int, ...]:

@@ -1,6 +1,4 @@
-"""Programs of the Triton attention kernel: which part of which tile of a sequence each one
-computes.
-"""
+"""Programs of the attention kernel: parts of tiles that each one computes."""
 
 from __future__ import annotations
 
@@ -30,8 +28,7 @@ class Shares(NamedTuple):
 def shares_of(
     lengths: list[int], counts: list[int] | None = None, planned_keys: int = 0, processors: int = 132
 ) -> Shares:
-    """Find the work of all programs of a pass as a device does, and check that each part of each
-    tile has one.
+    """Find the work of all programs of a pass, and check that each part has one.
 
     planned_keys: of the longest text of a recorded step; 0 is a step that is not.
     """
@@ -72,9 +69,7 @@ def shares_of(
 
 
 def check_keys(found: list[list[int]], lengths: list[int]) -> None:
-    """Check that the parts of each tile follow each other and cover the text. found: shares of the
-    programs.
-    """
+    """Check that the parts of each tile follow each other and cover the text."""
     stops: dict[tuple[int, int], int] = {}
     for _, num_queries, token, sequence, _, _, first, whole, stop, end, *_ in found:
         if not num_queries:  # padding reads no keys
@@ -110,9 +105,7 @@ DIVISIONS = [
 def test_long_texts_are_read_in_parts(
     texts: tuple[list[int], list[int] | None], processors: int, shares: tuple[int, ...]
 ) -> None:
-    """Also one long text among many short ones; but not texts of one length that occupy the
-    device.
-    """
+    """Not texts of one length that occupy the device."""
     assert shares_of(*texts, processors=processors) == shares
 
 

@@ -1,7 +1,7 @@
 """Recorded steps of engines with a head, whose drafting is recorded like a draft model's.
 
-Answers are those of eager steps, to the token (`tests/cuda/test_recorded_steps.py` explains the
-comparison).
+Answers are those of eager steps, to the token
+(`tests/cuda/test_recorded_steps.py` explains the comparison).
 """
 
 from __future__ import annotations
@@ -98,9 +98,7 @@ def mixed(**sampling: Any) -> list[Request]:
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", grid(HEADS, {"eagle3", "peagle"}))
 def test_answers_are_those_of_eager_steps(machines: Machines, name: str) -> None:
-    """Requests with several chains, with one, and without drafts share steps, and end at different
-    times.
-    """
+    """Requests with several chains, one, and none share steps."""
     shapes = compared(machines(name), mixed())
     assert None not in shapes[1:]
     assert {shape[1:3] for shape in shapes if shape} >= {(4, 3), (0, 0)}
@@ -125,9 +123,7 @@ def states_left_out(target: Any, step: Any) -> None:
 
 
 def of_the_step_before(name: str) -> Callable[..., Any]:
-    """Return a variant in which an array of drafting steps is that of the step before, at first
-    zeros: what earlier tests left in the buffers may be right by chance.
-    """
+    """Return a variant in which an array of drafting steps is that of the step before."""
     kept: dict[StepInputs, Any] = {}
 
     def of(right: Any, step: StepInputs, rows: Any) -> Any:
@@ -212,9 +208,7 @@ def test_the_memory_of_graphs_is_planned(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_wrong", [False, True])
 @pytest.mark.parametrize("name", ["eagle3", "dflash2"])
 def test_answers_have_the_target_s_distribution(tmp_path: Path, name: str, is_wrong: bool) -> None:
-    """First three tokens of answers, against an enumeration of all texts; drafted by a head of
-    three tokens.
-    """
+    """First three tokens of answers, against an enumeration of all texts."""
     target = folders.target(VOCABULARY_OF_FEW, layers=2, spread=0.25)
     few = {"vocabulary": VOCABULARY_OF_FEW, "taps": (0, 1, 2)}
     if name == "eagle3":

@@ -1,6 +1,4 @@
-"""Recorded passes: prompts, trees and levels in a room with padding give the logits of passes of
-their own size.
-"""
+"""Recorded passes with padding give the logits of passes of their own size."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ def make_runner(name: str, most_sequences: int = 0) -> ModelRunner:
 
 
 def outputs(runner: ModelRunner) -> list[torch.Tensor]:
-    """Return the logits and K/V of passes that follow each other: prompts, trees, drawn tokens and
-    a prompt.
-    """
+    """Return logits and K/V of consecutive passes: prompts, trees, drawn tokens."""
     prompts, steps = passes_of_nine()
     found = [runner.forward(prompts), runner.forward(steps)]
     drawn = [
@@ -124,10 +120,8 @@ def test_the_comparison_finds_wrong_padding(wrong: str) -> None:
         assert not are_equal(outputs(make_runner("llama", most_sequences=12)), expected)
 
 
-def test_a_pass_without_room_runs_as_it_is() -> None:
-    """It has more sequences, pages or rows than are recorded, or more nodes than a word has
-    bits.
-    """
+def test_pass_without_a_recorded_room_runs_unpadded() -> None:
+    """More sequences, pages, rows or nodes than a recorded pass has room for."""
     runner = make_runner("llama", most_sequences=3)
     prompts, _ = passes_of_nine()
     long = SequenceInput([3], 100, list(range(26)), NO_NODES, slice(None))

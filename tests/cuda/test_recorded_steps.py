@@ -1,5 +1,4 @@
-"""Recorded steps give, to the token, what the same steps give when they are launched operation by
-operation.
+"""Recorded steps give the tokens of the same steps launched operation by operation.
 
 Without a device nothing is recorded, and what is tested is all but the recording: shapes, numbers,
 padding, and the work that is recorded, on the arrays that a recording would read.
@@ -73,9 +72,7 @@ def both() -> tuple[Engine, Engine]:
 
 @pytest.fixture(autouse=True)
 def _attention(request: pytest.FixtureRequest) -> None:
-    """Attend by the kernel in plain steps of every shape and in those with padding, else in
-    torch.
-    """
+    """Attend by the kernel in plain steps and in those with padding, else in torch."""
     is_plain = "callspec" in vars(request.node) and request.node.callspec.params.get("sampling") == "plain"
     if not is_plain and "padding" not in request.node.name:
         request.getfixturevalue("attention_in_torch")
@@ -127,7 +124,7 @@ def test_every_decode_step_gives_the_same_tokens(
     assert {one.sequences for one in shapes if one} <= {1, 2, 4}
 
 
-def test_requests_that_draft_differently_share_a_step(both: tuple[Engine, Engine]) -> None:
+def test_requests_of_different_shapes_share_a_recorded_step(both: tuple[Engine, Engine]) -> None:
     """Fewer chains, shorter ones, none; and in the end of an answer all that there is room for."""
     wishes = [chains(4, 3), chains(1, 2), tiny.OFF, chains(2, 3), chains(3, 1)]
     shapes = compared(both, asked(4, lambda i: wishes[i], temperature=1.0))
@@ -192,7 +189,7 @@ def test_an_unrecorded_request_runs_eagerly(both: tuple[Engine, Engine], name: s
 
 
 @pytest.mark.parametrize("shape", grid([((0, 0),), ((1, 2),), ((4, 3),)], {((1, 2),)}), ids=str)
-def test_certain_and_uncertain_requests_share_a_step(both: tuple[Engine, Engine], shape: tuple[int, int]) -> None:
+def test_greedy_and_sampled_requests_share_a_recorded_step(both: tuple[Engine, Engine], shape: tuple[int, int]) -> None:
     """A temperature so low that float32 could not scale by it is 0."""
     requests = [
         tiny.request(str(i), range(5 + i, 15), chains(*shape), 9 + 2 * i, temperature=temperature, seed=i, top_p=0.8)
@@ -211,7 +208,7 @@ def drafting_row(machine: Engine) -> Row:
     return row
 
 
-def test_text_drafts_and_changed_targets_run_as_they_are(both: tuple[Engine, Engine]) -> None:
+def test_text_drafts_and_changed_targets_run_eagerly(both: tuple[Engine, Engine]) -> None:
     row = drafting_row(both[1])
     assert shape_of(Plan((row,))) == StepShape(1, 1, 2, DISTRIBUTIONS[0])
     for change in (
@@ -247,13 +244,13 @@ def test_a_draft_model_that_only_reads_computes_its_keys(both: tuple[Engine, Eng
     torch.testing.assert_close(*found)
 
 
-def test_a_draft_window_is_kept_to() -> None:
+def test_recorded_steps_keep_the_draft_window() -> None:
     both = machines(draft_window=8)
     shapes = compared(both, asked(2, lambda _: chains(2, 3), temperature=1.0))
     assert None not in shapes[3:]
 
 
-def test_nothing_is_written_but_to_the_requests_own_blocks(both: tuple[Engine, Engine]) -> None:
+def test_recorded_steps_write_to_own_blocks_only(both: tuple[Engine, Engine]) -> None:
     """Padding, and unused rows of a request, write to the spare block."""
     machine = both[1]
     wishes = [chains(2, 3), tiny.OFF, chains(1, 1)]
@@ -313,9 +310,7 @@ def test_a_request_whose_numbers_are_not_finite_ends_alone(shape: tuple[int, int
 
 
 def test_a_chain_that_no_request_has_cannot_win(both: tuple[Engine, Engine]) -> None:
-    """A plain request has one chain of no tokens; the second, and the nodes of both, have undefined
-    numbers.
-    """
+    """A plain request has one chain of no tokens; the second has undefined numbers."""
     machine, num_plain = both[1], 3
     for number in range(num_plain + 1):
         speculation = tiny.OFF if number < num_plain else chains(2, 3)
@@ -415,7 +410,7 @@ def test_the_comparison_finds_wrong_distributions(both: tuple[Engine, Engine], w
 
 @pytest.mark.slow
 @stands_in
-def test_padding_gets_numbers_and_not_what_lies_in_memory(both: tuple[Engine, Engine]) -> None:
+def test_padding_has_defined_numbers(both: tuple[Engine, Engine]) -> None:
     """Non-finite numbers of rows that are not computed would go through all layers."""
 
     def unset(empty: Any, *size: Any, **kind: Any) -> torch.Tensor:
@@ -433,10 +428,8 @@ def test_padding_gets_numbers_and_not_what_lies_in_memory(both: tuple[Engine, En
     assert all(output.isfinite().all() for _, output in attended)
 
 
-def test_rows_without_use_read_no_text(both: tuple[Engine, Engine]) -> None:
-    """A request that drafts nothing has no rows in the draft model's passes, and one in the
-    target's.
-    """
+def test_unused_rows_read_no_text(both: tuple[Engine, Engine]) -> None:
+    """A request that drafts nothing has no rows in the draft model's passes."""
     machine = both[1]
     wishes = [chains(2, 3), tiny.OFF, chains(1, 2)]
     seen: list[dict[str, Any]] = []

@@ -26,11 +26,9 @@ from engine.cuda.recorded.passes import pass_rooms
 from engine.cuda.recorded.recorder import CudaGraphs, recorder
 from engine.cuda.recorded.steps import RecordedStep, RecordedSteps
 from engine.errors import LoadError
-from engine.kernels import transfer
 from engine.kernels.torch_kernels import TORCH
 from engine.start import building
 from engine.step.engine import Engine
-from tests.cuda.test_host_reads import counted_reads
 from tests.cuda.test_recorded_steps import RECORDED, asked, chains, compared, machines, stands_in
 from tests.engine import tiny
 from tests.wrong import instead
@@ -40,9 +38,7 @@ pytestmark = pytest.mark.usefixtures("attention_in_torch")
 
 @pytest.fixture(autouse=True)
 def _no_step_is_tried() -> Iterator[None]:
-    """Whether the host waits in a step is found on a device (`test_dry_run.py` has one that is not
-    there).
-    """
+    """Try no steps; `test_dry_run.py` finds waits on a device."""
     with instead(steps, "find_wait", lambda *_: None):
         yield
 
@@ -50,25 +46,6 @@ def _no_step_is_tried() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def both() -> tuple[Engine, Engine]:
     return machines()
-
-
-@stands_in
-def test_recorded_work_looks_at_no_number() -> None:
-    """A recording repeats what was launched, whatever the host would have decided from a step's
-    numbers.
-    """
-    with instead(building, "choose", lambda *_: TORCH):
-        machine = machines()[1]
-    with (
-        instead(transfer, "are_here", lambda *_: False),
-        instead("engine.cuda.attention_kernel", "attend_paged", lambda *operands: operands[4].transpose(1, 2)),
-        torch.inference_mode(),
-    ):
-        for step in machine.recorded.steps.values():
-            with counted_reads() as counts:
-                for work in step.parts().values():
-                    work()
-            assert counts == {}, step.shape
 
 
 @pytest.mark.slow
@@ -104,11 +81,10 @@ class Recording:
 
 
 class FakeGraphs:
-    """Recordings of a device that is not there, each of some bytes; after `most` of them it raises
-    an error.
+    """Recordings of a device that is not there, which has room for `most` of them.
 
-    runs: runs work when it is recorded; ends_badly: the end of a recording that fails raises
-    another error.
+    runs: runs work when it is recorded; ends_badly: the end of a recording that
+    fails raises another error.
     """
 
     def __init__(
@@ -246,9 +222,7 @@ def test_an_operator_may_leave_graphs_out() -> None:
 @stands_in
 @pytest.mark.parametrize("is_sized", [False, True])
 def test_the_pool_gets_what_graphs_leave(is_sized: bool) -> None:
-    """Graphs are recorded next to a pool of one block first, and their memory is kept back from the
-    pool. A pool of a given size needs no trial.
-    """
+    """Graphs are recorded next to a pool of one block first, unless the pool is sized."""
     target, graphs, pools = tiny.llama(1, layers=1), FakeGraphs(free_bytes=1 << 20, bytes_each=1000), []
 
     def noting(record: Any, steps: RecordedSteps, runners: Any, *more: Any) -> None:
@@ -289,9 +263,7 @@ def test_a_trial_without_memory_leaves_recording_out() -> None:
 
 @stands_in
 def test_memory_that_the_trial_found_is_recorded_into(both: tuple[Engine, Engine]) -> None:
-    """The pool leaves little more than the graphs need: the share that recording leaves must not
-    stop them again.
-    """
+    """The share that recording leaves must not stop the graphs again."""
     shapes = menu(RECORDED, 4)
     assert both[1].draft_runner is not None
     runners = [both[1].target, both[1].draft_runner]
@@ -349,7 +321,7 @@ def test_recording_stops_where_memory_is_short(both: tuple[Engine, Engine]) -> N
         compared(both, asked(1, lambda _: chains(1, 2), temperature=1.0))
 
 
-def test_a_text_of_more_blocks_than_the_table_has_runs_as_it_is(both: tuple[Engine, Engine]) -> None:
+def test_text_beyond_the_recorded_table_runs_eagerly(both: tuple[Engine, Engine]) -> None:
     with serving(both[1], recorded_again(both[1], most_pages=2)):
         shapes = compared(both, asked(1, lambda _: chains(1, 2), temperature=1.0))
     assert None in shapes[1:]

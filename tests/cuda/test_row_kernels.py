@@ -1,6 +1,4 @@
-"""The kernels over rows of the vocabulary give the plain operations' numbers, in Triton's
-interpreter on a CPU.
-"""
+"""Kernels over rows of the vocabulary give the plain operations' numbers."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ def random_distribution(chance: np.random.Generator, num_rows: int, spread: floa
 @pytest.mark.sole("kernels of rows")
 @pytest.mark.parametrize("dtype", grid([torch.float32, torch.bfloat16, torch.float16], {torch.bfloat16}))
 def test_distributions_are_those_of_the_plain_path(dtype: torch.dtype) -> None:
-    """Masked tokens, a tiny temperature, a row whose first tile is masked altogether, rows with
-    gaps between them.
-    """
+    """Masked tokens, a tiny temperature, a masked tile, rows with gaps between them."""
     chance = np.random.default_rng(1)
     width = 2 * row_kernels.SOFTMAX_TILE + 77
     logits = torch.from_numpy(9 * chance.standard_normal((6, width + 3))).to(DEVICE, dtype)[:, :width]
@@ -87,9 +83,7 @@ def test_a_greedy_row_leaves_the_others_to_the_kernels() -> None:
 
 @pytest.mark.slow
 def test_draws_are_the_inverse_of_the_cumulative_sum() -> None:
-    """A grid of numbers over the whole row, so that every token's share of draws is its
-    probability.
-    """
+    """Numbers over a whole row: each token's share of draws is its probability."""
     distributions = random_distribution(np.random.default_rng(2), 3)
     count = 40
     uniform = (torch.arange(count, device=DEVICE, dtype=torch.float64) + 0.5) / count
@@ -102,9 +96,7 @@ def test_draws_are_the_inverse_of_the_cumulative_sum() -> None:
 
 
 def test_draws_at_the_edges_of_rows_and_tiles_have_mass() -> None:
-    """All mass in a row's last token, none in a whole tile, numbers next to 0 and 1, no surplus at
-    all.
-    """
+    """All mass in the last token, none in a tile, numbers next to 0 and 1, no surplus."""
     distributions = torch.zeros(3, WIDTH, device=DEVICE)
     distributions[0, -1] = 1.0
     distributions[1, [5, WIDTH - 2]] = 0.5
@@ -128,9 +120,7 @@ def test_draws_at_the_edges_of_rows_and_tiles_have_mass() -> None:
 def chains_of(
     chance: np.random.Generator, num_requests: int, num_chains: int, length: int
 ) -> tuple[Chains, ProbsTable]:
-    """Chains of several lengths, one of them empty; distributions close enough for acceptance to be
-    common.
-    """
+    """Chains of several lengths, one empty, whose acceptance is common."""
     count = num_requests * num_chains
     length_C = torch.from_numpy(chance.integers(1, length + 1, count)).to(DEVICE)
     length_C[-1] = 0
@@ -193,9 +183,7 @@ def test_rows_that_do_not_speculate_draw_from_their_distribution() -> None:
 
 
 def test_a_row_is_drawn_from_by_the_kernels_or_without_them() -> None:
-    """Rows may come in another order; distributions that are not contiguous are drawn from without
-    kernels.
-    """
+    """Rows may come in another order; those that are not contiguous use no kernels."""
     distributions = random_distribution(np.random.default_rng(6), 3)
     rows = torch.tensor([2, 0, 2, 1], device=DEVICE)
     uniform = torch.tensor([0.2, 0.8, 0.5, 0.4], dtype=torch.float64, device=DEVICE)
@@ -208,9 +196,7 @@ def test_a_row_is_drawn_from_by_the_kernels_or_without_them() -> None:
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_hopper() -> None:
-    """Without a device: down to the machine code of an H100, by the compiler that Triton brings; no
-    tile spills.
-    """
+    """Down to an H100's machine code, without a device; no tile spills."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.compile_kernels"]
     root = Path(__file__).parents[2]

@@ -1,6 +1,4 @@
-"""The container image, built and run by buildah: no daemon, and no registry where debootstrap makes
-the base.
-"""
+"""The container image, built and run by buildah."""
 
 from __future__ import annotations
 
@@ -102,9 +100,7 @@ def container() -> Iterator[str]:
 
 
 def run_in(name: str, settings: dict[str, Any], command: list[str], environment: dict[str, str]) -> list[str]:
-    """The command line that runs `command` in a container as Docker would: its user, with this
-    environment.
-    """
+    """Return the command line that runs `command` in a container as Docker would."""
     given = [part for key, value in environment.items() for part in ("--env", f"{key}={value}")]
     return ["buildah", "run", "--isolation", "chroot", "--user", settings["User"], *given, name, "--", *command]
 
@@ -119,9 +115,7 @@ class Daemon:
     log: Path
 
     def is_ready(self) -> bool:
-        """Whether /ready answers 200; raises AssertionError with the log where the daemon has
-        ended.
-        """
+        """Return whether /ready answers 200; raise AssertionError if the daemon has ended."""
         assert self.process.poll() is None, self.log.read_text()
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/ready", timeout=2) as answer:

@@ -19,9 +19,7 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy" / "prometheus"
 
 
 def program(name: str) -> str:
-    """The path of `prometheus` or `promtool`; skips the test where there is none and none can be
-    fetched.
-    """
+    """Return the path of `prometheus` or `promtool`; skip the test without one."""
     return shutil.which(name) or str(unpacked("prometheus") / "usr" / "bin" / name)
 
 
@@ -52,9 +50,7 @@ class Prometheus:
 
 @contextmanager
 def prometheus(folder: Path, target_port: int, interval: str) -> Iterator[Prometheus]:
-    """A Prometheus with the deployed configuration and alerts that scrapes a daemon on this
-    machine.
-    """
+    """Run a Prometheus with the deployed configuration that scrapes a daemon here."""
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": interval, "evaluation_interval": interval}
     config["rule_files"] = [str(DEPLOY / "alerts.yml")]

@@ -88,9 +88,7 @@ def test_the_systemd_unit_is_valid(tmp_path: Path) -> None:
 @pytest.mark.slow  # the schema may have to be fetched
 @pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
 def test_compose_files_fit_the_specification(name: str) -> None:
-    """The file fits the schema of Debian's docker-compose, which is older than the project's
-    `name`.
-    """
+    """Debian's docker-compose is older than the project's `name`."""
     schema = next(unpacked("docker-compose").rglob("compose_spec.json"))
     written = yaml.safe_load((DEPLOY / name).read_text())
     written.pop("name", None)
@@ -110,9 +108,7 @@ def test_compose_mounts_files_that_exist() -> None:
 
 
 def test_compiled_kernels_survive_a_container() -> None:
-    """Triton would write them to the home folder; a CPU's go to `.cache` there, unless the package
-    is writable.
-    """
+    """Triton would write them to the home folder, Numba to `.cache` there."""
     (volume,) = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["polydraft"]["volumes"]
     folder = volume.split(":")[1]
     (triton,) = re.findall(r"TRITON_CACHE_DIR=(\S+)", (ROOT / "Dockerfile").read_text())
@@ -151,9 +147,7 @@ def test_dockerfile_copies_what_exists_and_sets_known_settings() -> None:
 
 
 def test_edits_of_the_source_keep_the_dependencies_of_the_image() -> None:
-    """They are installed, with the pins and from the same index as by make, before any source is
-    there.
-    """
+    """They are installed before any source is there."""
     steps = (ROOT / "Dockerfile").read_text().replace("\\\n", "").split("\nRUN ")
     installs = [step for step in steps if "pip install" in step]
     assert len(installs) == 2

@@ -67,9 +67,7 @@ def test_the_image_holds_no_build_tools_or_caches(image: tuple[dict[str, Any], s
 
 
 def test_its_user_owns_what_a_volume_is_mounted_on(image: tuple[dict[str, Any], str]) -> None:
-    """A named volume takes over owner and mode of the folder that is there; without one it is
-    root's.
-    """
+    """A named volume takes over owner and mode of the folder; without one it is root's."""
     settings, name = image
     look = "import pathlib; (pathlib.Path.home() / '.cache' / 'model').write_text('kept')"
     done = subprocess.run(

@@ -1,6 +1,4 @@
-"""Kubernetes manifests: overlays render, resources fit their schemas, selectors find the pods,
-flags are known.
-"""
+"""Kubernetes manifests: overlays, schemas, selectors and flags."""
 
 from __future__ import annotations
 
@@ -169,9 +167,7 @@ def test_a_ray_service_with_a_wrong_field_or_type_is_refused() -> None:
 
 
 def test_ray_takes_its_service() -> None:
-    """The resource fits KubeRay's types, the application Ray's own schema and our options, its pods
-    Kubernetes'.
-    """
+    """KubeRay's types, Ray's own schema, our options, and Kubernetes' for its pods."""
     service = yaml.safe_load((FOLDER / "rayservice.yaml").read_text())
     RayService.model_validate(service)
     (application,) = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"])).applications

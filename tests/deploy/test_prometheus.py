@@ -41,9 +41,7 @@ VLLM = [
 
 
 class Traffic:
-    """Requests of several types, one after the other in each of several threads, until it is
-    stopped.
-    """
+    """Requests of several types in several threads, until it is stopped."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon

@@ -1,6 +1,4 @@
-"""Replicas on Ray Serve: which one gets a request, and what becomes of requests when one is
-killed.
-"""
+"""Replicas on Ray Serve: their choice, and requests of a killed one."""
 
 from __future__ import annotations
 
@@ -54,10 +52,8 @@ def test_turns_of_a_conversation_have_one_prefix() -> None:
         *(b'{"a":' * 5000, b'{"prompt_cache_key": "\\ud800"}', b'{"prompt": "\\ud800"}', b'{"prompt_cache_key": [{}]}'),
     ],
 )
-def test_any_body_finds_a_replica(body: bytes) -> None:
-    """The replica reports the error; an error of the router would leave the request waiting
-    indefinitely.
-    """
+def test_every_body_is_routed(body: bytes) -> None:
+    """An error of the router would leave the request waiting indefinitely."""
     assert sorted(order(*router(2), prefix_of(body))) == ["r0", "r1"]
 
 
@@ -103,10 +99,8 @@ def test_a_prefix_stays_with_its_replica() -> None:
     assert len(moved) < 80
 
 
-def test_a_busy_replica_gets_help() -> None:
-    """More than two ahead of the idlest: others first; with the requests done it is preferred
-    again.
-    """
+def test_busy_replica_is_relieved() -> None:
+    """Two requests ahead of the idlest it gets no more; afterwards it is preferred again."""
     made, replicas = router(3)
     favourite = order(made, replicas, "x")[0]
     busy, replicas = router(3, **{favourite: 2})
@@ -188,9 +182,7 @@ def test_options_come_from_a_shell_or_from_yaml() -> None:
 
 
 def test_the_metrics_of_replicas_stay_apart() -> None:
-    """One page that Prometheus reads: families once, samples by replica, escapes and histograms as
-    they were.
-    """
+    """One page for Prometheus: families once, samples by replica."""
     registry = CollectorRegistry()
     Counter("requests", 'of a "kind"\nor two', ["name"], registry=registry).labels('a "b"\n').inc(3)
     Histogram("wait", "how long", buckets=(1, 2), registry=registry).observe(1.5)
@@ -234,9 +226,7 @@ def test_a_replica_is_added_under_load_and_taken_away_after_it(tmp_path: Path) -
 
 
 def test_a_killed_replica_loses_nothing_without_an_error(tmp_path: Path) -> None:
-    """Eight clients, two replicas, one killed in the middle: every request ends or says why, and
-    others go on.
-    """
+    """Eight clients, two replicas, one killed: every request ends or says why."""
     results = run_program("ray_load", tmp_path)
     assert not [end for end in results["ends"] if end.startswith("lost")], results
     assert sum(results["ends"].values()) == 32

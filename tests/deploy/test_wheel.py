@@ -69,9 +69,7 @@ def metadata_of(wheel: Path) -> email.message.Message:
 
 @pytest.mark.slow
 def test_the_wheel_has_the_files_of_the_packages_and_no_others(wheel: Path) -> None:
-    """Every tracked file of the packages is in it, but what deploys containers; no test, no page,
-    no build file.
-    """
+    """Every tracked file of the packages but what deploys containers; no test, no page."""
     packed = {name for name in names_in(wheel) if ".dist-info/" not in name}
     expected = set(tracked("polydraft", *PACKAGES))
     expected -= {name for name in expected if name.startswith("deploy/") and not name.endswith(".py")}
@@ -116,9 +114,7 @@ def test_the_checkers_of_wheels_find_nothing(wheel: Path) -> None:
 
 
 def test_versions_in_deployments_are_those_of_the_release() -> None:
-    """Images are named by version, so that a rolled-out change of the version is a change of the
-    manifest.
-    """
+    """A rolled-out version is a change of the manifest."""
     manifests = [
         ROOT / name for name in tracked("deploy", "docs/deploy.md", "docs/cuda.md") if not name.endswith(".py")
     ]
@@ -136,8 +132,7 @@ def test_the_changelog_has_the_release_below_what_is_unreleased() -> None:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel, which shares this environment's packages; the project itself
-    is not shared.
+    """An environment with the wheel, which shares this environment's packages.
 
     A folder that a `.pth` file adds comes after the environment's own, and its `.pth` files are not
     read. So the editable installation of a checkout has no effect.
@@ -228,9 +223,7 @@ def test_the_installed_daemon_serves_the_embedded_pair(installed: Path, tmp_path
 
 @pytest.mark.slow
 def test_uv_installs_the_command_with_what_it_needs(wheel: Path, index: dict[str, str], tmp_path: Path) -> None:
-    """Into an empty environment, from a package index. torch comes from a wheel at hand: its usual
-    build is large.
-    """
+    """Into an empty environment; torch comes from a wheel at hand, for its size."""
     from uv import find_uv_bin  # `make test-all` installs it
 
     links = os.environ.get("PIP_FIND_LINKS", "")

@@ -1,6 +1,4 @@
-"""The draft model's blocks with a draft window: which are read, shared and released, on every path
-of a step.
-"""
+"""Blocks of the draft model with a draft window: read, shared and released."""
 
 from __future__ import annotations
 
@@ -64,9 +62,7 @@ def results(engine: Engine, requests: list[Request]) -> tuple[dict[str, list[int
 
 @contextlib.contextmanager
 def poisoned(engine: Engine) -> Iterator[None]:
-    """Before each step, everything in the draft model's storage that no sequence holds becomes
-    NaN.
-    """
+    """Set the draft model's storage that no sequence holds to NaN before each step."""
     runner, draft = engine.draft_runner, engine.scheduler.tables.draft
     assert runner is not None
     assert draft is not None
@@ -115,9 +111,7 @@ def test_a_pool_for_windows_changes_nothing_if_the_window_holds_all(path: str) -
 
 
 def test_a_draft_model_with_few_blocks_serves_all() -> None:
-    """Its pool holds one longest text; requests whose drafts need all of their text are among the
-    others.
-    """
+    """Its pool holds one longest text."""
     engine = build("compiled", num_blocks=100, max_model_len=104, max_num_seqs=4)
     draft = engine.scheduler.tables.draft
     assert draft is not None

@@ -1,6 +1,4 @@
-"""A drafter that reads the target's hidden states at several taps, made of the protocol alone: what
-it reads, and the distribution of the output.
-"""
+"""A drafter that reads the target's states at several taps, by the protocol alone."""
 
 from __future__ import annotations
 
@@ -41,8 +39,7 @@ SPECULATIONS = {
 
 
 class HiddenDrafter:
-    """The draft model's logits, plus a linear function of the target's hidden state before the
-    root.
+    """The draft model's logits, plus a linear function of the target's last state.
 
     No `ModelDrafter`, so that a CPU draws level by level.
     """
@@ -120,9 +117,7 @@ def by_transformers(target: LoadedModel, tokens: Sequence[int]) -> Tensor:
 
 
 def drafted(pair: tuple[LoadedModel, LoadedModel], speculation: Speculation) -> tuple[Engine, dict[int, list[int]]]:
-    """An engine after some texts with a common beginning, few blocks and little budget; the texts
-    by sequence.
-    """
+    """Return (an engine after texts with a common beginning, the texts by sequence)."""
     engine = tiny.build(*pair, num_blocks=30, budget=48, kind=KIND)
     shared = tiny.prompts(VOCABULARY, [20])[0]
     prompts = [shared + rest for rest in tiny.prompts(VOCABULARY, [3, 30, 9, 5, 60, 2], seed=1)]
@@ -139,9 +134,7 @@ def drafted(pair: tuple[LoadedModel, LoadedModel], speculation: Speculation) -> 
 
 
 def largest_error(engine: Engine, pair: tuple[LoadedModel, LoadedModel], texts: dict[int, list[int]]) -> float:
-    """Return the largest difference between the states that were read and the hidden states of the
-    texts.
-    """
+    """Return the largest difference between read states and the texts' hidden states."""
     assert isinstance(engine.drafter, HiddenDrafter)
     expected = {number: by_transformers(pair[0], text) for number, text in texts.items()}
     assert len(engine.drafter.read) > 20

@@ -1,6 +1,4 @@
-"""Trees of the most likely tokens: a function of the draft's logits alone, and exact by the walk
-for certain drafts.
-"""
+"""Trees of the most likely tokens depend on the draft's logits alone, and are exact."""
 
 from __future__ import annotations
 
@@ -77,9 +75,7 @@ def test_output_has_the_target_s_distribution(
 
 @pytest.mark.parametrize("drafter", ["model", "dflash"])
 def test_trees_do_not_depend_on_the_seed(tmp_path: Path, drafter: str) -> None:
-    """Requests with the same text draft the same, whatever they sample; those of another method do
-    not.
-    """
+    """Requests of another method draft otherwise."""
     pair = pair_of(drafter, tmp_path / "head")
 
     def drafted(speculation: Speculation) -> dict[tuple[int, ...], set[tuple[tuple[int, ...], ...]]]:

@@ -1,6 +1,4 @@
-"""The distribution under a controller that changes shapes at every step; a choice that looks at
-drafts is caught.
-"""
+"""The distribution under a controller that changes shapes at every step."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ TIMES = StepTimes(Machine().prices())
 
 
 class Restless(Controller):
-    """Another shape at every step, by the last token and the number of running requests; texts are
-    not always read.
-    """
+    """Another shape at every step, by last token and load; not all texts are read."""
 
     def __init__(self) -> None:
         super().__init__(TIMES, 16)
@@ -149,9 +145,7 @@ def wishes(count: int, **more: Any) -> list[Request]:
 
 @pytest.mark.slow
 def test_certain_answers_do_not_depend_on_the_shapes() -> None:
-    """Mixed with chunked prompts, shared prefixes, preemption and neighbours; K/V of both models
-    stays right.
-    """
+    """With chunked prompts, shared prefixes, preemption and neighbours."""
     plain = tiny.run(tiny.build(TARGET, None), [
         Request(request_id=one.request_id, prompt_token_ids=one.prompt_token_ids, sampling=one.sampling,
                 limits=one.limits) for one in wishes(8)
@@ -168,9 +162,7 @@ def test_certain_answers_do_not_depend_on_the_shapes() -> None:
 
 @pytest.mark.slow
 def test_a_seed_gives_the_same_answer_alone_in_a_crowd_and_after_preemption() -> None:
-    """Other requests change their shapes all the time. The wrong variant leaves the shape to the
-    controller.
-    """
+    """The wrong variant leaves the shape to the controller."""
 
     def asked(keeps_shape: bool) -> list[Request]:
         limits = SpeculationConfig(seed_shape=(1, 3) if keeps_shape else None)
@@ -194,10 +186,8 @@ def test_a_seed_gives_the_same_answer_alone_in_a_crowd_and_after_preemption() ->
     assert answers(False)[0] != [tiny.run(build(), [one]).tokens[one.request_id] for one in asked(False)[::2]]
 
 
-def test_drafting_again_after_plain_steps_is_as_good_as_ever() -> None:
-    """The draft model catches up on what it has missed: its drafts are those of a model that has
-    read everything.
-    """
+def test_drafts_after_plain_steps_are_accepted_as_before() -> None:
+    """The drafts are those of a model that has read everything."""
 
     class Late(Restless):
         def fanout(self, sequence: Sequence) -> tuple[int, ...]:
@@ -214,9 +204,9 @@ def test_drafting_again_after_plain_steps_is_as_good_as_ever() -> None:
 
 
 def test_unread_prompts_are_read_in_pieces_before_anything_is_drafted() -> None:
-    """Every draft of a model that is the target itself is accepted, once it has read all: while
-    plain decoding is chosen it reads nothing, afterwards a piece in every step. The wrong variant
-    reads on as if it had read the rest.
+    """Every draft of a model that is the target is accepted once it has read all.
+
+    The wrong variant reads on as if it had read the rest.
     """
 
     class Told(Controller):
@@ -248,9 +238,7 @@ def test_unread_prompts_are_read_in_pieces_before_anything_is_drafted() -> None:
 
 
 def test_the_controller_of_a_running_engine_learns(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    """End to end: with free nodes it drafts, with dear ones it stops; this machine's own times
-    decide nothing.
-    """
+    """With free nodes it drafts, with dear ones it stops."""
     for node_s, drafts_much in ((1e-6, True), (0.5, False)):
         engine = tiny.build(TARGET, DRAFT)
         # Without `scheduler.times` no step is measured.
@@ -260,7 +248,7 @@ def test_the_controller_of_a_running_engine_learns(pair: tuple[LoadedModel, Load
         assert (share > 0.8) if drafts_much else (share < 0.2)
 
 
-def test_a_plan_without_a_controller_drafts_all_it_may() -> None:
+def test_without_a_controller_requests_draft_their_maximum() -> None:
     engine = tiny.build(TARGET, DRAFT)
     engine.submit(wishes(1)[0])
     plan: Plan = engine.scheduler.plan()

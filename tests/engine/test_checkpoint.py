@@ -1,6 +1,4 @@
-"""End tokens and context length are decided from all files of a checkpoint, whichever of them says
-it.
-"""
+"""End tokens and context length follow from all files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -103,7 +101,7 @@ def test_a_text_model_may_be_a_part_of_the_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 100, 2.5, "<none>", "a", True, [2, 10**30], {"id": 2}])
-def test_what_is_no_token_is_left_out_by_name(value: Any, tmp_path: Path) -> None:
+def test_unknown_end_tokens_are_dropped_by_name(value: Any, tmp_path: Path) -> None:
     source = written(tmp_path, S, config={"eos_token_id": 2}, generation_config={"eos_token_id": value})
     found = roles(source, 100)
     assert found.ends == {2}
@@ -119,9 +117,7 @@ def test_other_spellings_of_a_token_are_understood(value: Any, tmp_path: Path) -
 
 
 def test_ends_that_would_be_wrong_do_not_end_answers(tmp_path: Path) -> None:
-    """An architecture's default that is text of another vocabulary, and a begin token that is
-    called the end.
-    """
+    """A default that is text of another vocabulary, and a begin token called the end."""
     end = {"eos_token_id": 151645}
     stale = roles(written(tmp_path, QWEN, config={"eos_token_id": 5}, generation_config=end), 151936)
     assert stale.ends == {151645}
@@ -133,9 +129,7 @@ def test_ends_that_would_be_wrong_do_not_end_answers(tmp_path: Path) -> None:
 
 
 def test_a_single_file_that_names_an_end_is_believed(tmp_path: Path) -> None:
-    """Text of the tokenizer may be the end if no other file names one; a begin token may not if
-    config.json does.
-    """
+    """Text may be the end if no other file names one; a begin token may not."""
     assert roles(written(tmp_path, S, config={"eos_token_id": 5}), 100).ends == {5}
     begin = {"eos_token": "<s>", "bos_token": "<s>"}
     assert roles(written(tmp_path, S, config={"eos_token_id": 2}, tokenizer_config=begin), 100).ends == {2}
@@ -201,7 +195,7 @@ def test_different_begin_tokens_are_reported(tmp_path: Path) -> None:
     assert "1 '<s>' (tokenizer_config.json), 2 '</s>' (config.json)" in remark
 
 
-def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+def test_unreadable_config_is_named(tmp_path: Path) -> None:
     source = written(tmp_path, S, config={"eos_token_id": 2})
     (tmp_path / "tokenizer_config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json: this is a git-lfs pointer.*git lfs pull"):
@@ -215,7 +209,7 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     ("content", "fault"),
     [("version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer"), ("{}", "cannot be used (")],
 )
-def test_a_tokenizer_that_is_none_is_named(content: str, fault: str, tmp_path: Path) -> None:
+def test_unreadable_tokenizer_is_named(content: str, fault: str, tmp_path: Path) -> None:
     source = written(tmp_path, S, config={"eos_token_id": 2})
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json: ") as refused:

@@ -1,6 +1,4 @@
-"""Grammars and masks that allow nothing any more: the step that drew a token after them ends the
-request, and the token is not sent.
-"""
+"""Grammars and masks that allow nothing more end their request."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ VOCABULARY = 32
 
 
 class OneToken:
-    """A grammar that allows token 7 for the first tokens of an answer, and then nothing, not even
-    an end.
-    """
+    """A grammar of token 7 for the first tokens, and then nothing, not even an end."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -126,9 +122,7 @@ def test_thoughts_that_cannot_be_closed_end_before_their_grammar() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_no_token_that_the_masks_exclude_is_sent(name: str, temperature: float, drafts: bool) -> None:
-    """Every answer ends with the error, after texts that the masks allow, of which the last one
-    allows no more.
-    """
+    """Every answer ends with the error, after allowed texts."""
     sampling, limits = MASKS[name]
     target = replace(tiny.llama(1, VOCABULARY), eos_token_ids=frozenset({VOCABULARY - 1}))
     draft = replace(tiny.perturbed(target, 2, 0.05), eos_token_ids=target.eos_token_ids) if drafts else None
@@ -172,9 +166,7 @@ def allowed_by(request: Request, answer: Sequence[int]) -> set[int]:
 
 
 def test_an_end_that_is_due_is_no_dead_end() -> None:
-    """Tokens that are dropped after an end or the length are not checked, nor is an end that may
-    come.
-    """
+    """Tokens dropped after an end are not checked, nor is an end that may come."""
     target = replace(tiny.llama(1, VOCABULARY), eos_token_ids=frozenset({VOCABULARY - 1}))
     engine = tiny.build(target, replace(tiny.perturbed(target, 2, 0.05), eos_token_ids=target.eos_token_ids))
     sampling = Sampling(allowed_token_ids=(7, 31), bad_words=((7, 7, 7), (31, 31), (31, 7)), logit_bias=((31, -2.0),))

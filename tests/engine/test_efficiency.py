@@ -80,9 +80,7 @@ def models() -> list[Any]:
 
 
 def ceilings(models: list[Any], prompt: list[int], answers: list[list[int]]) -> torch.Tensor:
-    """[answers, LENGTH] the ceilings u_i of each answer, from plain transformers forwards of both
-    models.
-    """
+    """Return [answers, LENGTH] ceilings u_i of each answer, by transformers."""
     ids = torch.tensor([[*prompt, *answer[:LENGTH]] for answer in answers], device=tiny.DEVICE)
     logs = []
     for model in models:

@@ -1,5 +1,4 @@
-"""The exactness gate with all of it at once: controller, preemption, prefix cache, chunks, mixed
-batches, draft window.
+"""Exactness with everything at once, and wrong variants that show only then.
 
 The distribution is still the target's; and a wrong variant of what only shows then is found out.
 """

@@ -1,8 +1,7 @@
-"""Answers of targets with the blocks of a GGUF file have the distribution of these targets, with
-every type of drafter.
+"""Answers of GGUF targets have their distribution, with every type of drafter.
 
-The exact distribution is that of transformers with the numbers of the blocks, whose layers round
-their rows.
+The exact distribution is that of transformers with the numbers of the blocks, whose
+layers round their rows.
 """
 
 from __future__ import annotations
@@ -130,8 +129,7 @@ def test_wrong_targets_and_drafts_are_noticed(target_of: Callable[..., LoadedMod
 def test_logits_of_a_head_are_those_of_the_formulas(
     shares: bool, target_of: Callable[..., LoadedModel], tmp_path: Path
 ) -> None:
-    """A head reads the states of the target, and the CPU's decoder shares the file's embeddings and
-    output head.
+    """The CPU's decoder shares the file's embeddings and output head.
 
     The median of every fourth node is compared: attention with random weights amplifies the
     rounding of some states.
@@ -158,9 +156,7 @@ def test_logits_of_a_head_are_those_of_the_formulas(
 
 @pytest.mark.slow
 def test_answers_of_a_seed_are_the_same_in_any_company(target_of: Callable[..., LoadedModel]) -> None:
-    """At temperature 0 also with drafts and without: a row's numbers do not depend on other rows of
-    a pass.
-    """
+    """At temperature 0 also with drafts and without."""
     target, chains = target_of(97), drafts("bv_race", 3, length=3)
     draft = tiny.perturbed(target_of(97, "float32"), 2, 0.02)
     kinds = {"greedy": (tiny.OFF, 0.0), "greedy drafts": (chains, 0.0), "chains": (chains, 1.0)}

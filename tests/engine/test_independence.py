@@ -1,6 +1,4 @@
-"""A request's answer is its own: the same alone, in a crowd, in chunks and after preemption
-(float32).
-"""
+"""Answers are the same alone, in a crowd, in chunks and after preemption (float32)."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ def test_limits_do_not_change_answers(pair, crowding) -> None:  # type: ignore[n
 
 @pytest.mark.slow
 def test_penalties_count_each_token_once(pair) -> None:  # type: ignore[no-untyped-def]
-    """Counts that go on from step to step, with preemption, change no answer of counts of the whole
-    text.
-    """
+    """Counts that go on from step to step equal those of the whole text."""
     penalties = {"frequency_penalty": 1.1, "presence_penalty": 0.4, "repetition_penalty": 1.3}
     requests = [
         msgspec.structs.replace(one, sampling=msgspec.structs.replace(one.sampling, **penalties)) for one in crowd(16)
@@ -97,9 +93,7 @@ def test_verifying_in_small_parts_changes_nothing(pair) -> None:  # type: ignore
 
 
 def test_at_temperature_0_several_drafts_accept_more(pair) -> None:  # type: ignore[no-untyped-def]
-    """The children of a node are then the most likely tokens; the text stays that of plain
-    decoding.
-    """
+    """The children of a node are then the most likely tokens."""
     texts = tiny.prompts(101, [9] * 12, seed=4)
     runs = {}
     for name, speculation in {
@@ -116,7 +110,7 @@ def test_at_temperature_0_several_drafts_accept_more(pair) -> None:  # type: ign
 
 @pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="a CPU's decoder sums a row in one order")
 @pytest.mark.parametrize("weights", ["auto", "int8"])
-def test_logprobs_with_drafts_are_those_of_plain_decoding(pair, weights: Weights) -> None:  # type: ignore[no-untyped-def]
+def test_logprobs_with_drafts_equal_plain_decoding(pair, weights: Weights) -> None:  # type: ignore[no-untyped-def]
     """To the bit, in trees and below text drafts, where rows of products are rounded, too."""
     texts = [
         (text * 4)[:length] for length, text in zip((50, 61, 64), tiny.prompts(101, [17] * 3, seed=4), strict=True)
@@ -147,9 +141,7 @@ def test_another_seed_gives_other_tokens(pair) -> None:  # type: ignore[no-untyp
 
 @pytest.mark.slow
 def test_stop_tokens_and_max_tokens_cut_an_accepted_run(pair) -> None:  # type: ignore[no-untyped-def]
-    """A stop token cuts an accepted run and is its last token; max_tokens cuts exactly; EOS can be
-    ignored.
-    """
+    """A stop token is the last token; max_tokens cuts exactly; EOS can be ignored."""
     text = tiny.prompts(101, [10])[0]
     whole = tiny.run(tiny.build(*pair), [tiny.request("0", text, RACE, temperature=1.0, seed=3)]).tokens["0"]
     for at in range(len(whole)):

@@ -1,6 +1,4 @@
-"""Reported logprobs are plain transformers' own, on every branch, also after preemption and in
-parts.
-"""
+"""Logprobs are plain transformers', on every branch and after preemption."""
 
 from __future__ import annotations
 
@@ -66,9 +64,7 @@ def test_logprobs_equal_transformers(crowding: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "drafts"), grid([("greedy_block", 1), ("spectr_gbv", 3)], {("spectr_gbv", 3)}))
 def test_layers_of_long_unlike_chains_stay_finite(rule: str, drafts: int) -> None:
-    """Sixteen tokens that the target all but excludes: the ratios leave float64; nothing impossible
-    is emitted.
-    """
+    """Ratios leave float64 at sixteen tokens that the target all but excludes."""
     engine = tiny.build(tiny.llama(0), tiny.llama(1), max_draft_length=16)
     speculation = Speculation(rule=rule, num_drafts=drafts, draft_length=16)
     one = tiny.request("a", (3, 5), speculation, max_tokens=60, temperature=0.07)

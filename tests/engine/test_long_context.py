@@ -1,6 +1,4 @@
-"""Answers after a text of 16k tokens: the same with drafts, in chunks, with a draft window,
-together with short requests.
-"""
+"""Answers after 16k tokens are the same with drafts, chunks, windows and neighbours."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ KINDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft_window", [0, 300])
-def test_answers_behind_a_long_text(draft_window: int) -> None:
+def test_answers_after_long_texts_are_the_same(draft_window: int) -> None:
     config = transformers.LlamaConfig(
         vocab_size=101,
         hidden_size=16,

@@ -1,6 +1,4 @@
-"""The message that starts the requests of one call: what comes out is what went in, and what is
-shared stays shared.
-"""
+"""The message of a call's requests returns what was sent, and what is shared."""
 
 from __future__ import annotations
 
@@ -47,17 +45,15 @@ def calls_requests() -> list[Request]:
     ]
 
 
-def test_a_call_comes_out_as_it_went_in() -> None:
+def test_submit_message_round_trips() -> None:
     requests = calls_requests()
     message = decode_to_engine(encode(Submit.of(requests)))
     assert isinstance(message, Submit)
     assert message.requests() == requests
 
 
-def test_what_requests_share_is_sent_once() -> None:
-    """Every further choice adds little, and all requests hold the same lists: edits are made
-    once.
-    """
+def test_shared_values_are_sent_once() -> None:
+    """Every further choice adds little, and all requests hold the same lists."""
     requests = calls_requests()
     one, six = len(encode(Submit.of(requests[:1]))), len(encode(Submit.of(requests)))
     assert six - one < 300 < one

@@ -1,6 +1,4 @@
-"""A file that is not what its name says is named with the reason and the way out, before anything
-reads the weights.
-"""
+"""A file that is not what its name says is named, before weights are read."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", SOURCES)
-def test_a_folder_that_is_no_model_is_explained(fault: str, model: Path) -> None:
+def test_folder_without_a_model_is_explained(fault: str, model: Path) -> None:
     check_source(str(model))
     spoil, words = SOURCES[fault]
     spoil(model)
@@ -76,7 +74,7 @@ def test_a_folder_that_is_no_model_is_explained(fault: str, model: Path) -> None
 @pytest.mark.parametrize(
     ("begin", "words"), [("GGUF", "this is a GGUF file; to serve it, name it as"), ("PK", "a file; name")]
 )
-def test_a_file_is_no_folder(begin: str, words: str, tmp_path: Path) -> None:
+def test_file_in_place_of_a_folder_is_named(begin: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "m.bin").write_text(begin)
     with pytest.raises(ConfigError, match=words):
         check_source(str(tmp_path / "m.bin"))
@@ -134,7 +132,7 @@ WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", WEIGHTS)
-def test_weights_that_are_not_whole_are_named(fault: str, model: Path) -> None:
+def test_truncated_weights_are_named(fault: str, model: Path) -> None:
     check_weight_files(model)
     spoil, words = WEIGHTS[fault]
     spoil(model)
@@ -146,10 +144,8 @@ def test_weights_that_are_not_whole_are_named(fault: str, model: Path) -> None:
 
 
 @pytest.mark.parametrize(("count", "more"), [(3, ""), (4, ", ...")])
-def test_three_files_are_named(count: int, more: str, model: Path) -> None:
-    """Three of the files that an index names but that are missing, and of those that exist
-    instead.
-    """
+def test_missing_files_are_named(count: int, more: str, model: Path) -> None:
+    """Three of the missing files, and of those that exist instead."""
     names = [f"{number}.bin" for number in range(count)]
     index = model / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict(enumerate(names))}))
@@ -185,10 +181,8 @@ def test_three_files_are_named(count: int, more: str, model: Path) -> None:
         (None, False),
     ],
 )
-def test_a_header_says_how_long_its_file_is(header: bytes | None, is_whole: bool, model: Path) -> None:
-    """Nothing follows the header here. None: the length of the header is the largest number that
-    there is.
-    """
+def test_truncated_file_is_found_by_its_header(header: bytes | None, is_whole: bool, model: Path) -> None:
+    """None: the length of the header is the largest number."""
     length = b"\xff" * 8 if header is None else len(header).to_bytes(8, "little")
     (model / SHARDS[1]).write_bytes(length + (header or b"{}"))
     if is_whole:
@@ -200,7 +194,7 @@ def test_a_header_says_how_long_its_file_is(header: bytes | None, is_whole: bool
         check_weight_files(model)
 
 
-def test_pickled_weights_are_not_looked_into(model: Path) -> None:
+def test_pickled_weights_are_not_opened(model: Path) -> None:
     removed(model, *SHARDS, "model.safetensors.index.json")
     (model / "pytorch_model.bin").write_bytes(b"PK")
     check_weight_files(model)

@@ -1,5 +1,4 @@
-"""The running engine's output has the target's distribution: G-tests on the joint distribution of
-three tokens.
+"""The engine's output has the target's distribution: G-tests on three tokens.
 
 The exact distribution comes from plain transformers forwards over all continuations of the prompt.
 Seeds are fixed, so the tests are deterministic; each has a wrong rule that it must reject.
@@ -201,8 +200,9 @@ def sample(
     times: StepTimes | None = None,
     **more: Any,
 ) -> Counter[tuple[int, ...]]:
-    """First three tokens of longer answers; times: for drafts that the load decides on; `more` are
-    fields of the requests.
+    """Sample the first three tokens of longer answers.
+
+    times: for drafts that the load decides on; `more` are fields of the requests.
     """
     engine = tiny.build(
         *pair, max_model_len=32, max_draft_length=3, max_num_seqs=400, budget=8192, max_copied_tokens=8, kind=kind
@@ -223,9 +223,7 @@ def sample(
 
 
 def g_test(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """p-value of the counts under the expected distribution; 0 when something impossible
-    happened.
-    """
+    """Return the p-value of counts; 0 when something impossible happened."""
     if any(expected[path] == 0 for path in counts):
         return 0.0
     total = counts.total()
@@ -282,9 +280,7 @@ def test_joint_distribution_of_three_tokens(pair: tuple[LoadedModel, LoadedModel
 def test_the_distribution_is_the_same_where_equal_nodes_stay_apart(
     pair: tuple[LoadedModel, LoadedModel], name: str, sampling: str
 ) -> None:
-    """The target's pass reads its drafted tokens on the device, and the host receives them with the
-    verdict.
-    """
+    """The target's pass reads drafted tokens on the device."""
     counts = sample(pair, SPECULATIONS[name], SAMPLINGS[sampling], most_unmerged=10**6)
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS[sampling])) > ALPHA
 
@@ -322,9 +318,7 @@ def test_drafting_from_another_distribution_is_rejected(pair: tuple[LoadedModel,
 
 @pytest.mark.slow
 def test_noise_reused_between_steps_is_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    """Keying noise by the token's own index, instead of the step's first one, would bias the
-    output.
-    """
+    """Keying noise by the token's own index would bias the output."""
 
     def by_index(
         _right: Any, _kernels: Any, seed_C: Any, position_C: Any, purpose_P: Any, rank_C: Any, length: int
@@ -381,9 +375,7 @@ def test_forgetting_the_changed_target_is_rejected(pair: tuple[LoadedModel, Load
 
 
 def test_over_acceptance_is_as_biased_as_it_says(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    """With one drafted token a step each token has Theorem 4's distribution; the stream stays
-    within the bound.
-    """
+    """One drafted token has Theorem 4's distribution; the stream stays within the bound."""
     speculation = drafts("token", 1, length=1, over_acceptance=0.3)
     expected = exact_distribution(pair[0], SAMPLINGS["plain"])
     engine = tiny.build(*pair, max_model_len=32, max_over_acceptance=0.5)

@@ -1,5 +1,4 @@
-"""Values of several requests and of several children of a node share arrays: each must be found at
-its own place.
+"""Values of several requests and children share arrays: each has its own place.
 
 Every test here samples the running engine, or compares a batch with the same requests alone.
 """
@@ -43,9 +42,7 @@ def p_value(
     draft_window: int = 0,
     **sampling: Any,
 ) -> float:
-    """Return the p-value of the engine's three tokens under the exact distribution; rare
-    continuations are pooled.
-    """
+    """Return the p-value of three tokens; rare continuations are pooled."""
     limits = {"max_num_drafts": 6, "max_draft_length": 5, "max_num_seqs": 400, "budget": 8192, "max_model_len": 32}
     engine = tiny.build(*pair, draft_window=draft_window, **limits)
     tiny.draft_without_turns(engine)
@@ -98,9 +95,7 @@ def test_fewer_likely_tokens_than_drafts(
 
 @pytest.mark.slow
 def test_equal_greedy_children_are_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    """The wrong variant: a child without probability takes a token that another child has
-    already.
-    """
+    """The wrong variant: a child without probability takes another child's token."""
     from engine.kernels.draw import categorical
     from engine.speculation import drafting
 
@@ -146,9 +141,7 @@ RULES_BY_NAME = {
 
 
 def neighbours(rule: str, seed: int, **sampling: Any) -> list[Request]:
-    """Two requests of one rule: the first may emit token 0 only, the second has a prediction and
-    must not.
-    """
+    """Two requests: the first may emit token 0 only, the second predicts otherwise."""
     speculation = RULES_BY_NAME[rule]
     sampling = {"temperature": 1.0, **sampling}
     name, others = f"{rule}-{seed}", tuple(range(1, VOCABULARY))
@@ -166,7 +159,7 @@ def forbidden(answers: dict[str, list[int]]) -> list[str]:
 @pytest.mark.sole("requests that share a step")
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed_stable", [False, True])
-def test_nobody_emits_what_only_a_neighbour_may(pair: tuple[LoadedModel, LoadedModel], seed_stable: bool) -> None:
+def test_requests_emit_no_token_of_a_neighbour(pair: tuple[LoadedModel, LoadedModel], seed_stable: bool) -> None:
     """Every rule that allows text drafts, together with every other, and the same answers alone."""
     engine = tiny.build(*pair, max_copied_tokens=8)
     rules = [name for name, rule in RULES.items() if WHOLE_BLOCKS not in rule.needs]
@@ -178,9 +171,7 @@ def test_nobody_emits_what_only_a_neighbour_may(pair: tuple[LoadedModel, LoadedM
 
 
 def test_chains_of_another_request_are_rejected(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    """The wrong variant: a chain keeps its number when those before it have gone, and chain 0 of
-    the batch fills in.
-    """
+    """The wrong variant: chains keep their numbers when those before them have gone."""
 
     def shifted(chain_table: Any, chains: Chains) -> tuple[Tensor, Tensor]:
         chain_BK, exists_BK = chain_table(chains)

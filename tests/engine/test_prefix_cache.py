@@ -1,6 +1,4 @@
-"""Shared K/V changes no answer, is found as often with speculation as without, and never across
-salts.
-"""
+"""Shared K/V changes no answer, and never crosses salts."""
 
 from __future__ import annotations
 

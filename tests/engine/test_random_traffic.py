@@ -1,10 +1,9 @@
-"""Random requests in random company: rules, drafters, fields and limits in combinations that no
-other test names.
+"""Random requests in random company, in combinations that no other test names.
 
-Each answer in float32 is the same alone and among others that arrive at random steps, are aborted,
-preempted and cut into chunks, and share beginnings. Answers that depend on no draft are those of
-plain decoding. Masks, logprobs and counts are compared with plain transformers and with the fields
-of the request.
+Each answer in float32 is the same alone and among others that arrive at random steps, are
+aborted, preempted and cut into chunks, and share beginnings. Answers that depend on no draft are
+those of plain decoding. Masks, logprobs and counts are compared with plain transformers and with
+the fields of the request.
 """
 
 from __future__ import annotations
@@ -277,9 +276,7 @@ def build_crowded(pair: Pair, caps: tuple[int, int, int], r: random.Random, **mo
 
 
 def differing(pair: Pair, seed: int) -> list[Request]:
-    """Requests whose answers in company are others than alone, after all answers alone are found
-    right.
-    """
+    """Return requests whose answers in company differ from those alone."""
     r = random.Random(seed)
     caps = r.choice(CAPS)
     engine = build(pair, caps)
@@ -318,15 +315,13 @@ def differing(pair: Pair, seed: int) -> list[Request]:
 @pytest.mark.sole("random traffic")
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", grid(range(4), {1, 2}))
-def test_company_changes_no_answer(pair: Pair, seed: int) -> None:
+def test_concurrent_requests_change_no_answer(pair: Pair, seed: int) -> None:
     assert differing(pair, seed) == []
 
 
 @pytest.mark.parametrize("seed", grid(range(4), {1}))
 def test_a_draft_window_changes_no_certain_answer(tmp_path: Path, seed: int) -> None:
-    """Drafts depend on the company then; answers that depend on no draft are those of plain
-    decoding.
-    """
+    """Drafts depend on the company then."""
     r = random.Random(seed)
     pair, caps = make("pair", tmp_path), r.choice(CAPS)
     plain = build(pair, caps)
@@ -365,9 +360,7 @@ class RandomShapes(Whims):
     grid(product(["eagle3", "dspark", "mtp"], [False, True], range(3)), {("dspark", False, 0), ("eagle3", True, 1)}),
 )
 def test_changing_shapes_change_no_certain_answer(tmp_path: Path, kind: str, is_recorded: bool, seed: int) -> None:
-    """Heads read what they have missed in passes of a few tokens when their requests draft
-    again.
-    """
+    """Heads read what they have missed when their requests draft again."""
     r, pair, caps = random.Random(seed), make(kind, tmp_path / "head"), (4, 3, 4)
     plain = build(pair, caps)
     asked = Speculation(num_drafts=4, draft_length=3, adaptive=True)

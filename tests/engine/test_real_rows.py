@@ -1,6 +1,4 @@
-"""On 10,000 real pairs of distributions of the embedded models the optimal rules reach their
-optimum.
-"""
+"""On 10,000 real pairs of distributions the optimal rules reach their optimum."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ NUM_ROWS = 10_000
 
 
 def real_distributions() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """[N, V] both models' distributions along held-out texts, float64, NUM_ROWS in all;
-    temperatures 1 and 0.6 in turn.
-    """
+    """Yield [N, V] both models' distributions along held-out texts, float64."""
     engine = build_engine(EngineConfig(model=ModelConfig(target=str(DEMO / "target"), draft=str(DEMO / "draft"))))
     tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
     texts = [

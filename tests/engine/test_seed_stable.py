@@ -1,6 +1,4 @@
-"""Seed-stable sampling: the tokens are the same whatever drafts and verifies, and the noise is the
-one noise.
-"""
+"""Seed-stable tokens are the same for any drafts and rules."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ def test_the_seed_decides_the_tokens(shape: str, sampling: str) -> None:
         assert per_step > 1.2, "the drafts are not coupled to the target"
 
 
-def test_without_it_they_depend_on_what_is_drafted() -> None:
+def test_unstable_seeds_depend_on_drafts() -> None:
     """Otherwise the tests above would show nothing."""
     assert tokens_of(tiny.OFF)[0] != tokens_of(SHAPES["bv_race"])[0]
 

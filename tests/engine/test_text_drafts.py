@@ -1,6 +1,4 @@
-"""Text drafts of predictions and of the text: exact with every rule, useful if right, cheap if
-wrong.
-"""
+"""Text drafts are exact with every rule, useful if right, cheap if wrong."""
 
 from __future__ import annotations
 
@@ -84,9 +82,7 @@ FREE = Machine(node_s=1e-9, row_s=1e-9)
 def walk_by_single_children(
     _: Any, tree: Tree, first_text_draft: int, probability: dict[int, float], uniform_L: Sequence[float]
 ) -> Walk:
-    """Wrong: each child is compared with the number by itself, so that of several only the most
-    probable one counts.
-    """
+    """Wrong: of several children only the most probable one counts."""
     children = edges_of(tree, first_text_draft)
     path = [0]
     while taken := [one for one in children.get(path[-1], ()) if uniform_L[len(path) - 1] < probability[one]]:
@@ -99,9 +95,7 @@ def walk_by_single_children(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", grid(ADAPTIVE, {"text drafts alone"}))
 def test_trees_of_text_drafts_are_exact(pair: tuple[LoadedModel, LoadedModel], name: str) -> None:
-    """Trees that the load decides on, with several children of most nodes; by one kernel, and with
-    penalties by plain operations.
-    """
+    """Trees that the load decides on, by one kernel, and with penalties."""
     widest = 0
 
     def noted(right: Any, *operands: Any) -> Any:
@@ -126,9 +120,7 @@ def test_trees_of_text_drafts_are_exact(pair: tuple[LoadedModel, LoadedModel], n
 
 
 def with_answers_first(pair: tuple[LoadedModel, LoadedModel], same_seed: bool) -> tuple[Counter[tuple[int, ...]], int]:
-    """First three tokens of answers, each after another answer to the same prompt and client, which
-    it drafts from; and the number of drafted nodes.
-    """
+    """Return (first three tokens of answers that draft from earlier ones, drafted nodes)."""
     engine = tiny.build(*pair, max_model_len=32, max_num_seqs=400, budget=8192, max_copied_tokens=8)
     engine.scheduler.times = StepTimes(FREE.prices())
     from_answers = Speculation(drafters=("earlier_answers",), adaptive=True)
@@ -157,9 +149,7 @@ def with_answers_first(pair: tuple[LoadedModel, LoadedModel], same_seed: bool) -
 def test_drafts_from_earlier_answers_are_exact(
     pair: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the same seed are left out: an answer would be compared with the numbers that it was
-    drawn from.
-    """
+    """Not those of the same seed: their numbers would be compared with themselves."""
     exact = output_distribution.exact_distribution(pair[0], {"temperature": 1.0}, BRANCHING)
     monkeypatch.setattr("engine.scheduling.text_drafters.answers._MOST_CLIENTS", NUM_AFTER_ANSWERS)
     counts, num_nodes = with_answers_first(pair, same_seed=False)
@@ -196,7 +186,7 @@ def with_text_drafts(speculation: Speculation, *names: str) -> Speculation:
 
 
 @pytest.mark.parametrize("base", [BV_RACE, Speculation()])
-def test_a_right_prediction_is_taken_in_few_steps(base: Speculation) -> None:
+def test_right_prediction_takes_few_steps(base: Speculation) -> None:
     """Also with one token replaced, left out or added."""
     plain, steps = answer(base)
     names = ("model", "prediction") if base.num_drafts else ("prediction",)
@@ -217,7 +207,7 @@ def test_a_right_prediction_is_taken_in_few_steps(base: Speculation) -> None:
             assert num_from_text <= outcome.num_accepted <= outcome.draft_length
 
 
-def test_a_useless_prediction_is_given_up() -> None:
+def test_useless_prediction_stops_drafting() -> None:
     plain, steps = answer(BV_RACE)
     tokens, outcomes = answer(with_text_drafts(BV_RACE, "model", "prediction"), tiny.prompts(101, [60], seed=9)[0])
     assert tokens == plain
@@ -245,7 +235,7 @@ def test_tokens_of_a_prediction_are_not_taken_for_the_draft_models() -> None:
     assert seen["model", "prediction"] < seen["model",]
 
 
-def test_the_text_is_looked_up() -> None:
+def test_prompt_lookup_drafts_from_the_text() -> None:
     """With two tokens to say a text repeats itself, which the lookup finds."""
     plain, steps = answer(Speculation(), allowed_token_ids=(5, 6))
     tokens, outcomes = answer(Speculation(drafters=("prompt_lookup",)), allowed_token_ids=(5, 6))
@@ -274,10 +264,8 @@ def test_text_drafts_with_others_and_after_preemption() -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("names", [("prompt_lookup", "earlier_answers"), (*ALL, "earlier_answers")])
-def test_trees_in_a_tight_pool_say_what_plain_decoding_says(names: tuple[str, ...]) -> None:
-    """The load decides on them, requests lose their blocks, and draft from the answers of
-    others.
-    """
+def test_text_draft_trees_under_preemption_equal_plain_decoding(names: tuple[str, ...]) -> None:
+    """Requests lose their blocks, and draft from the answers of others."""
     shape = BV_RACE if "model" in names else Speculation()
     adaptive = msgspec.structs.replace(shape, drafters=names, adaptive=True)
     prompts = [*tiny.prompts(101, [40, 41, 42]), (7, 8) * 20] * 3
@@ -308,6 +296,6 @@ def test_text_drafts_that_cannot_be_used_are_refused(request_fields: dict[str, A
         build().submit(Request(request_id="x", prompt_token_ids=(1, 2), **request_fields))
 
 
-def test_the_operator_can_switch_text_drafts_off() -> None:
+def test_text_drafts_can_be_disabled() -> None:
     with pytest.raises(RequestError, match="switched"):
         build(max_copied_tokens=0).submit(tiny.request("x", (1, 2), with_text_drafts(BV_RACE, *ALL)))

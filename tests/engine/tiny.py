@@ -144,9 +144,7 @@ def build(
 
 
 def draft_without_turns(engine: Engine) -> None:
-    """Let all running requests draft in each step, and read all prompts at once: a batch of many
-    short answers takes fewer steps.
-    """
+    """Let all requests draft in each step, and read all prompts at once."""
     config = engine.scheduler.config
     budget = config.max_num_batched_tokens
     engine.scheduler.config = msgspec.structs.replace(config, max_drafted_nodes=budget, max_prompt_tokens=budget)
@@ -154,9 +152,7 @@ def draft_without_turns(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def with_drafts_of_another_distribution() -> Iterator[None]:
-    """The wrong variant: drafts are not drawn from the distributions that they are verified with,
-    on any path.
-    """
+    """The wrong variant: drafts are not drawn from the verified distributions."""
 
     def flattened(
         _draw: Any, _kernels: Any, distribution: Any, row: torch.Tensor, uniform: torch.Tensor

@@ -123,9 +123,7 @@ def test_masks_are_the_library_s_own(grammars: GrammarPool, vocabulary: Vocabula
 @pytest.mark.slow
 @pytest.mark.parametrize("here", [False, True])
 def test_a_limit_below_a_drafted_path_does_not_end_the_answer(vocabulary: Vocabulary, here: bool) -> None:
-    """The library gives up on a token that its own mask has allowed: below it the answer must not
-    seem complete.
-    """
+    """The library gives up on a token that its own mask has allowed."""
     tokenizer = read_vocabulary(vocabulary)
     patient = msgspec.structs.replace(LIMITS, mask_timeout_s=60.0)
     grammars = GrammarPool(msgspec.structs.replace(vocabulary, limits=patient))
@@ -163,12 +161,10 @@ def test_a_grammar_that_cannot_be_followed_is_refused(grammars: GrammarPool, gra
 
 
 @pytest.mark.slow
-def test_a_grammar_that_the_server_cannot_follow_is_its_own_fault(
+def test_grammar_process_failures_are_server_errors(
     grammars: GrammarPool, vocabulary: Vocabulary, tmp_path: Path
 ) -> None:
-    """The process that starts the others is killed, gets no time, or has no vocabulary: the client
-    may retry.
-    """
+    """The process that starts the others is killed, gets no time, or has no vocabulary."""
     failures = []
     lost = started(grammars, OBJECT)
     assert grammars.process is not None
@@ -194,9 +190,7 @@ def test_a_grammar_that_the_server_cannot_follow_is_its_own_fault(
 @pytest.mark.sampled
 @pytest.mark.parametrize("here", [False, True])
 def test_a_dead_end_has_an_empty_mask(grammars: GrammarPool, vocabulary: Vocabulary, here: bool) -> None:
-    """At the answer's end and below a drafted path; at the beginning of an answer the grammar is
-    refused.
-    """
+    """At the answer's end and below a drafted path; at the beginning it is refused."""
     nothing = "T\nT: /[a-c]/ & /[d-f]/"
     grammar = f'start: "a" {nothing}'
     state = followed_here(vocabulary, grammar) if here else started(grammars, grammar)
@@ -256,7 +250,7 @@ def test_masks_that_take_too_long_end_their_grammar(grammars: GrammarPool, vocab
         other.close()
 
 
-def test_a_grammar_that_fails_later_harms_nobody_else(grammars: GrammarPool, vocabulary: Vocabulary) -> None:
+def test_failing_grammar_ends_its_request_alone(grammars: GrammarPool, vocabulary: Vocabulary) -> None:
     """Its own places are free from then on (its request ends), a neighbour's mask holds."""
     bad, good = started(grammars, OBJECT), started(grammars, OBJECT)
 
@@ -296,7 +290,7 @@ def test_memory_is_limited(vocabulary: Vocabulary) -> None:
             grammars.close()
 
 
-def test_nothing_is_left_behind(grammars: GrammarPool) -> None:
+def test_grammar_processes_leave_nothing_behind(grammars: GrammarPool) -> None:
     """Ended states end their processes, those that still compute too; and all end with the pool."""
     ended, busy, left = (started(grammars, OBJECT) for _ in range(3))
     numbers = [state.process_id for state in (ended, busy, left)]
@@ -310,7 +304,7 @@ def test_nothing_is_left_behind(grammars: GrammarPool) -> None:
     left.end()
 
 
-def test_a_grammar_that_nobody_waits_for_ends_too(grammars: GrammarPool) -> None:
+def test_abandoned_grammar_ends(grammars: GrammarPool) -> None:
     """Its request has been left before the number of its process was known."""
     grammars.start(ENDLESS).end()
     state = started(grammars, OBJECT)  # the process of the first has been forked before this one's
@@ -335,9 +329,7 @@ def test_a_pool_whose_process_has_died_starts_another(grammars: GrammarPool) -> 
     [((), [7], True), ((5,), [5, 7], True), ((5,), [5], False), ((5,), [6, 7], False), ((5, 6), [5, 7], False)],
 )
 def test_a_token_after_a_dead_end_fails_the_answer(dead: tuple[int, ...], emitted: list[int], fails: bool) -> None:
-    """If the masks leave nothing, a token is drawn all the same. No client sees it: the answer
-    fails.
-    """
+    """If the masks leave nothing, a token is drawn all the same; no client sees it."""
     paths: list[tuple[int, ...]] = [(), (5,), (5, 6)]
     ours, theirs = socket.socketpair()
     with Connection(ours.detach()) as connection, Connection(theirs.detach()) as process:

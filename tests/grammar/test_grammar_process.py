@@ -1,6 +1,4 @@
-"""The process that starts a child for each grammar, forked here: its messages, and the limits of
-its children.
-"""
+"""The process that starts a child for each grammar: its messages and limits."""
 
 from __future__ import annotations
 
@@ -155,9 +153,7 @@ def test_children_follow_grammars_beside_each_other(served: Served, tokenizer: L
 
 
 def test_a_child_is_limited(served: Served) -> None:
-    """Its time while it reads the grammar, its memory, its turn; what a library prints of the
-    grammar is lost.
-    """
+    """In time while it reads the grammar, memory and turns; prints are lost."""
     child = served.begin()
     until(lambda: child.limits[0] != INFINITE)
     assert child.limits[0] == 8, "whole seconds, and one more"
@@ -253,9 +249,7 @@ def bits(mask: bytes | None) -> set[int]:
 
 
 def test_masks_are_those_of_the_grammar_after_each_path(tokenizer: LLTokenizer) -> None:
-    """Allowed tokens after a path; only an end after a path that the grammar does not have; nothing
-    after an end.
-    """
+    """Only an end after a path that the grammar does not have; nothing after an end."""
     a, b, c = (tokenizer.tokenize_str(one)[0] for one in "abc")
     follower = GrammarMatcher(tokenizer, GRAMMAR)
     assert follower.fault == ""

@@ -1,6 +1,4 @@
-"""Requests wait for their grammars in turn: how many are read at once, whose come first. No grammar
-is real here.
-"""
+"""Requests wait for their grammars in turn; no grammar is real here."""
 
 from __future__ import annotations
 
@@ -74,9 +72,7 @@ def test_requests_wait_for_their_grammars_in_turn() -> None:
 
 
 def test_grammars_that_cannot_be_started_wait_for_others_to_end() -> None:
-    """No more files or processes: the engine continues, and a request that waits alone is
-    refused.
-    """
+    """The engine continues, and a request that waits alone is refused."""
     source = Slow()
     queue = GrammarQueue(source, 9)  # type: ignore[arg-type]
 
@@ -104,9 +100,10 @@ def test_grammars_that_cannot_be_started_wait_for_others_to_end() -> None:
 
 
 def test_costly_grammars_leave_room_for_others() -> None:
-    """Twenty that are never read, then an ordinary one: it begins once each place has seen a first
-    slice, while at most two of the costly ones are read further; those get all the time they may
-    have, in turn.
+    """Twenty that are never read, then an ordinary one.
+
+    It begins once each place has seen a first slice, while at most two costly ones are
+    read further, in turn.
     """
     source = Slow()
     queue = GrammarQueue(source, 64)  # type: ignore[arg-type]
@@ -139,9 +136,7 @@ def test_costly_grammars_leave_room_for_others() -> None:
 
 
 def started_by(queue: GrammarQueue, source: Slow, round_s: float, num_rounds: int) -> list[str]:
-    """The grammars that have been started in some rounds, each of which reads all open ones for a
-    while.
-    """
+    """Return the grammars started in some rounds, each of which reads all open ones."""
     for _ in range(num_rounds):
         queue.ready()
         for grammar in source.open:
@@ -157,9 +152,7 @@ def ask(queue: GrammarQueue, client: str, *names: str, priority: int = 0) -> Non
 
 
 def test_clients_take_turns() -> None:
-    """Twenty costly grammars of one client: another's begin one by one between them, in any of the
-    queues.
-    """
+    """Another client's grammars begin between twenty costly ones, in any of the queues."""
     source = Slow()
     queue = GrammarQueue(source, 64)  # type: ignore[arg-type]
     costly = [f"costly {number}" for number in range(20)]
@@ -172,9 +165,7 @@ def test_clients_take_turns() -> None:
 
 
 def test_a_large_grammar_is_read_while_new_ones_come() -> None:
-    """It has used up its first slice: it begins again, in its client's turn, though others' first
-    slices never end.
-    """
+    """It begins again, in its client's turn, though others' first slices never end."""
     source = Slow()
     queue = GrammarQueue(source, 64)  # type: ignore[arg-type]
     ask(queue, "many", *(f"costly {number}" for number in range(400)))
@@ -184,7 +175,7 @@ def test_a_large_grammar_is_read_while_new_ones_come() -> None:
     assert queue.num_waiting > 300
 
 
-def test_a_costly_grammar_is_read_on_where_nobody_waits() -> None:
+def test_costly_grammar_continues_if_none_waits() -> None:
     source = Slow()
     queue = GrammarQueue(source, 64)  # type: ignore[arg-type]
     queue.add(Request(request_id="a", prompt_token_ids=(1,), sampling=Sampling(grammar="costly")))
@@ -195,7 +186,7 @@ def test_a_costly_grammar_is_read_on_where_nobody_waits() -> None:
     assert len(source.open) == 1
 
 
-def test_costly_grammars_that_nobody_waits_for_keep_their_places() -> None:
+def test_abandoned_costly_grammars_keep_their_seats() -> None:
     source = Slow()
     queue = GrammarQueue(source, 64)  # type: ignore[arg-type]
     ask(queue, "many", *"abcd")
@@ -204,9 +195,7 @@ def test_costly_grammars_that_nobody_waits_for_keep_their_places() -> None:
 
 
 def test_two_costly_grammars_are_read_on() -> None:
-    """Each for as long as it takes; the next begins when one is ready. A first slice is over after
-    its last moment.
-    """
+    """The next begins when one is ready."""
     source = Slow()
     queue = GrammarQueue(source, 64)  # type: ignore[arg-type]
 

@@ -1,5 +1,4 @@
-"""The engine's handling of a grammar's process, message by message, on a socket and clocks that are
-set.
+"""The engine's handling of a grammar's process, message by message.
 
 `test_grammar.py` has real processes.
 """
@@ -192,9 +191,7 @@ def test_masks_have_their_time(
 def test_questions_about_one_answer_share_their_time(
     process: Process, ready: GrammarClient, answers: Any, fails: bool
 ) -> None:
-    """A step asks several times about one answer. About none many steps may ask: those of
-    thoughts.
-    """
+    """About no answer many steps may ask: those of thoughts."""
     for answer in answers:
         wait = ready.masks(answer, [()])
         process.cpu_s += 0.125
@@ -219,7 +216,7 @@ def test_questions_about_one_answer_share_their_time(
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("is_read", [True, False])
-def test_a_process_that_fails_says_why(
+def test_failing_process_reports_its_reason(
     process: Process, message: Any, reason: str, code: str | None, is_read: bool
 ) -> None:
     """While it reads the grammar, or while it is asked. The first reason stays."""
@@ -260,7 +257,7 @@ def test_a_dead_end_is_known_until_the_answer_goes_on(process: Process, ready: G
     assert "allows no token of this model's vocabulary" in str(ready.failure)
 
 
-def test_the_end_kills_a_process_whose_number_is_known(process: Process, ready: GrammarClient) -> None:
+def test_close_kills_a_known_process(process: Process, ready: GrammarClient) -> None:
     ready.end()
     assert process.killed == [PROCESS]
     with pytest.raises(EOFError):

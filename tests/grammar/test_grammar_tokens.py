@@ -1,6 +1,4 @@
-"""The tokens that grammars refer to: special tokens never spell their name, and other added tokens
-are text.
-"""
+"""Special tokens never spell their name; other added tokens are text."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """A tokenizer in the manner of Llama 2 and Gemma: a space before each text, and single
-    bytes.
-    """
+    """A tokenizer in the manner of Llama 2 and Gemma."""
     merges = [("▁", "t"), ("t", "o"), ("to", "o"), ("too", "l")]
     letters = [chr(code) for code in range(33, 127)] + ["▁"]
     words = [*(f"<0x{byte:02X}>" for byte in range(256)), *letters, *("".join(pair) for pair in merges)]
@@ -97,9 +93,7 @@ def allowed(tokenizer: LLTokenizer, grammar: str, answer: Sequence[int]) -> set[
 
 
 def walked(tokenizer: LLTokenizer, grammar: str) -> bytes:
-    """Return the text of an answer that always takes the allowed token with the highest number that
-    is no end.
-    """
+    """Return the text of an answer that always takes the highest allowed token."""
     answer: list[int] = []
     while tokens := allowed(tokenizer, grammar, answer) - {*tokenizer.eos_tokens}:
         answer.append(max(tokens))
@@ -110,9 +104,7 @@ def walked(tokenizer: LLTokenizer, grammar: str) -> bytes:
 @pytest.mark.parametrize("word", [*SPECIAL, *TEXT])
 @pytest.mark.parametrize("spelling", ["const", "regex", "lark"])
 def test_an_answer_spells_every_word_of_a_grammar(tokenizer: LLTokenizer, word: str, spelling: str) -> None:
-    """Forced words too, of which the library's mask allows the tokens that its tokenizer would
-    choose.
-    """
+    """The library's mask allows the tokens that its tokenizer would choose."""
     text = f"open {word} now"
     quoted = json.dumps(text)
     grammars = {
@@ -156,9 +148,7 @@ def test_special_tokens_are_named_by_number(tokenizer: LLTokenizer, numbers: dic
 
 
 def test_an_end_inside_a_grammar_does_not_end_the_answer(tokenizer: LLTokenizer, numbers: dict[str, int]) -> None:
-    """A grammar that names an end before its own end allows no token there; at its end it allows
-    all ends.
-    """
+    """A grammar that names an end before its own allows no token there."""
     (a,) = tokenizer.tokenize_str("a")
     assert allowed(tokenizer, f'start: "a" <[{numbers[END]}]> "b"', [a]) == set()
     assert allowed(tokenizer, 'start: "a"', [a]) == {numbers[END]}
@@ -174,9 +164,7 @@ def test_text_is_encoded_without_a_space_before_it(tokenizer: LLTokenizer) -> No
 @pytest.mark.parametrize("is_special", [False, True])
 @pytest.mark.parametrize("forced", [False, True])
 def test_calls_may_begin_with_the_mark_s_token_or_its_letters(tmp_path: Path, is_special: bool, forced: bool) -> None:
-    """Forced calls and strict tools allow both, also where the mark is a special token, and only
-    these.
-    """
+    """Also where the mark is a special token."""
     tokenizer = byte_level()
     marks = ["<tool_call>", "</tool_call>"]
     tokenizer.add_special_tokens([AddedToken(END, special=True)])

@@ -1,6 +1,4 @@
-"""Thoughts as a grammar: masks of every answer and path against the same by hand; tested on the
-running engine (tests/engine/test_output_distribution.py).
-"""
+"""Masks of thoughts for every answer and path, against the same by hand."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ FACTS: Any = SimpleNamespace(vocab_size=VOCABULARY, eos_token_ids=[END, VOCABULA
 
 
 class Alternating:
-    """A grammar of 0 and 1 in turn, from 0; after two tokens only an end, after the end nothing is
-    known.
-    """
+    """A grammar of 0 and 1 in turn, from 0; after two tokens only an end."""
 
     def __init__(self) -> None:
         self.emitted: list[int] = []
@@ -65,7 +61,7 @@ def by_hand(thinking: Thinking, text: tuple[int, ...], has_grammar: bool) -> np.
 @pytest.mark.parametrize("is_begun", [True, False])
 @pytest.mark.parametrize("budget", [None, 0, 1, 2])
 @pytest.mark.parametrize("has_grammar", [True, False])
-def test_masks_are_those_by_hand(is_begun: bool, budget: int | None, has_grammar: bool) -> None:
+def test_masks_equal_the_ones_by_hand(is_begun: bool, budget: int | None, has_grammar: bool) -> None:
     """Every answer of up to three tokens, and every path of up to two below it, in one call."""
     thinking = Thinking(opens=(OPENS,), closes=CLOSES, is_begun=is_begun, budget=budget, may_end=not has_grammar)
     paths = [path for size in range(3) for path in itertools.product(range(VOCABULARY), repeat=size)]
@@ -85,9 +81,7 @@ def test_masks_are_those_by_hand(is_begun: bool, budget: int | None, has_grammar
 def test_tokens_that_the_masks_of_thoughts_exclude_are_found(
     is_begun: bool, budget: int | None, has_grammar: bool
 ) -> None:
-    """A step emits them if other masks exclude the rest. What the grammar excludes is left to the
-    grammar's check.
-    """
+    """A step emits them if other masks exclude the rest."""
     thinking = Thinking(opens=(OPENS,), closes=CLOSES, is_begun=is_begun, budget=budget, may_end=not has_grammar)
     for text in itertools.product(range(VOCABULARY), repeat=4):
         for place in range(4):
@@ -149,9 +143,7 @@ class Letters:
 
 
 def in_channels(text: str, budget: int | None) -> bool:
-    """Whether a text begins with thoughts within their budget, and goes on with the lead and the
-    grammar.
-    """
+    """Return whether a text is thoughts within their budget, the lead and the grammar."""
     whole = regex.fullmatch("(?:01(?P<thought>[14]*)2(?:3|$))*041*", text, partial=True)
     if whole is None:
         return False
@@ -164,9 +156,7 @@ def in_channels(text: str, budget: int | None) -> bool:
 @pytest.mark.sampled
 @pytest.mark.parametrize("budget", [None, 0, 1, 2])
 def test_channels_lead_to_the_answer(budget: int | None) -> None:
-    """The texts that the masks allow, all of them, against a regular expression; with tokens in one
-    step or several.
-    """
+    """All texts that the masks allow, against a regular expression."""
     thinking = msgspec.structs.replace(CHANNELS, budget=budget)
     allowed: list[tuple[int, ...]] = [()]
     for text in allowed:

@@ -143,8 +143,9 @@ def write_eagle(
     target_width: int = TARGET_WIDTH,
     **flags: Any,
 ) -> Written:
-    """Write an EAGLE-3 head, or its variant of one pass (kind `peagle`). layout: speculators or
-    eagle; shares: what is left out and taken from the target.
+    """Write an EAGLE-3 head, or its variant of one pass (kind `peagle`).
+
+    layout: speculators or eagle; shares: what is left out and taken from the target.
     """
     random, has_bias = Random(scale), bool(flags.pop("attention_bias", False))
     tensors = random.tensors
@@ -188,8 +189,10 @@ def write_block(
     rank: int = 6,
     **flags: Any,
 ) -> Written:
-    """Write a head that drafts a block. layout: speculators, or z-lab, which shares the target's
-    vocabulary; rank: of the Markov term and of the selector.
+    """Write a head that drafts a block.
+
+    layout: speculators, or z-lab, which shares the target's vocabulary; rank: of the Markov term
+    and of the selector.
     """
     is_flat = layout == "z-lab"
     if is_flat or kind == "dflash2":

@@ -1,6 +1,4 @@
-"""Heads in the plainest way, computed from the beginning of the text at every node: what served
-logits are compared with.
-"""
+"""Heads in the plainest way, computed from the beginning of the text at every node."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ THETA = 500.0
 
 
 def target_states(loaded: LoadedModel, tokens: Sequence[int], taps: Sequence[int]) -> Tensor:
-    """[T, taps * D] the target's states of a text, by transformers' own attention and its list of
-    hidden states.
-    """
+    """Return [T, taps * D] the target's states of a text, by transformers."""
     body = loaded.model.model
     before_norm: list[Tensor] = []
     hook = body.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
@@ -270,9 +266,7 @@ class Module:
 
     @torch.inference_mode()
     def logits(self, text: Sequence[int], states: Tensor, path: Sequence[int]) -> Tensor:
-        """[V] below a path; states: [>= text - 1, D] the target's normed ones at the text's
-        tokens.
-        """
+        """Return [V] logits below a path; states: [>= text - 1, D] the target's normed ones."""
         tokens, state_TD = list(text[1:]), states[: len(text) - 1]
         for token in [*path, None]:
             places = torch.arange(1, len(tokens) + 1)[None]
@@ -283,9 +277,7 @@ class Module:
 
 
 def largest_error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """Return the largest difference of all logits; infinite if a token is possible in one of the
-    two only.
-    """
+    """Return the largest difference of logits; infinite if only one token is possible."""
     worst = 0.0
     for found, expected in pairs:
         is_finite = expected.isfinite()

@@ -1,6 +1,4 @@
-"""Engines that note the logits of every node a head drafts at, and how far these are from an
-oracle's.
-"""
+"""Engines that note the logits of drafting nodes, and their errors."""
 
 from __future__ import annotations
 
@@ -86,16 +84,13 @@ class Oracle(Protocol):
     """A head in the plainest way."""
 
     def logits(self, text: Sequence[int], states: Tensor, path: Sequence[int]) -> Tensor:
-        """[V] below a path of drafted tokens; states: the target's at the tokens of the text, or of
-        a longer one.
-        """
+        """Return [V] logits below a path; states: the target's, also of a longer text."""
 
 
 def served(
     target: LoadedModel, written: folders.Written, speculation: Speculation, few: bool = False, paged: bool = False
 ) -> tuple[Recorder, list[list[int]]]:
-    """An engine after texts with a common beginning, in few blocks and chunks; the texts by
-    sequence.
+    """Return an engine after texts with a common beginning, and the texts by sequence.
 
     paged: attention by the kernel of devices.
     """

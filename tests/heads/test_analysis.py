@@ -1,6 +1,4 @@
-"""Analysis of a pair with a head: its probabilities along a text, and the exactness of served
-answers.
-"""
+"""Analysis of a pair with a head: probabilities, and exactness of answers."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ def test_the_self_check_passes_with_a_head_and_finds_a_wrong_rule(tmp_path: Path
 
 @pytest.mark.slow
 def test_the_self_check_finds_a_rule_that_needs_more_than_a_head_meets(tmp_path: Path) -> None:
-    """Requests with these rules are refused; the check does not ask. Two tokens show nothing, as
-    the first is plain.
-    """
+    """Requests with these rules are refused; the check does not ask."""
     target = folders.target(vocabulary=4)
     with torch.no_grad():
         target.model.lm_head.weight.mul_(0.3)
@@ -79,9 +75,7 @@ def test_the_self_check_finds_a_rule_that_needs_more_than_a_head_meets(tmp_path:
 
 @pytest.mark.slow
 def test_a_pair_with_a_head_is_analysed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Served drafts of one token are accepted as often as along the target's texts; there is no
-    closed form.
-    """
+    """One-token drafts are accepted as along the target's texts."""
     target, head, prompts = (tmp_path / name for name in ("target", "head", "prompts.jsonl"))
     folders.target(spread=0.2).model.save_pretrained(target)
     write_tokenizer(target, 97)

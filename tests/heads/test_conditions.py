@@ -1,6 +1,4 @@
-"""Answers of every type of head have the target's distribution: under filters, penalties and
-grammars, after cached prefixes, and after preemption.
-"""
+"""Answers of every type of head have the target's distribution."""
 
 from __future__ import annotations
 
@@ -119,9 +117,7 @@ def test_output_after_cached_prefixes_has_the_target_s_distribution(pairs: Calla
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", grid(KINDS, {"eagle3", "dspark"}))
 def test_answers_do_not_depend_on_the_load(pairs: Callable[[str], Pair], kind: str) -> None:
-    """Prompts cut elsewhere, cached prefixes, preemption: a seed's answer is the same, and so is
-    the distribution.
-    """
+    """Prompts cut elsewhere, cached prefixes, preemption."""
     pair = pairs(kind)
     prompts = tiny.prompts(output_distribution.VOCABULARY, [20, 23, 60, 8, 1])
     requests = [
@@ -136,9 +132,7 @@ def test_answers_do_not_depend_on_the_load(pairs: Callable[[str], Pair], kind: s
 
 
 def most_changed(pair: Pair, window: int = 0, num_blocks: int = 0) -> float:
-    """Return the largest difference between draft distributions after one text, in steps that begin
-    at other tokens.
-    """
+    """Return the largest difference between draft distributions after one text."""
     engine = tiny.build(*pair, num_blocks=num_blocks, budget=60, draft_window=window, max_model_len=48)
     recorder = Recorder(engine)
     prompt = tiny.prompts(output_distribution.VOCABULARY, [12])[0]

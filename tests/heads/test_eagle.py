@@ -1,6 +1,4 @@
-"""EAGLE-3 heads behind the engine: logits of the formulas at every node, whatever came before, and
-the distribution.
-"""
+"""EAGLE-3 heads behind the engine: logits of the formulas, and the distribution."""
 
 from __future__ import annotations
 
@@ -95,9 +93,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> folders.Written:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", grid(SPECULATIONS, {"tree"}))
 def test_logits_do_not_depend_on_what_came_before(target: LoadedModel, written: folders.Written, name: str) -> None:
-    """After chunks of prompts, shared beginnings, accepted and rejected drafts, or preemption,
-    logits are those of a fresh text.
-    """
+    """Logits are those of a fresh text."""
     recorder, texts = served(target, written, SPECULATIONS[name])
     assert errors(target, written, recorder, texts) < 1e-3
 

@@ -1,6 +1,4 @@
-"""MTP modules inside targets: logits of transformers' module at every node, and the distribution of
-answers.
-"""
+"""MTP modules inside targets: transformers' logits, and the distribution of answers."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ def errors(pair: Pair, recorder: Recorder, texts: list[list[int]], most: int = 4
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", grid(SPECULATIONS, {"chains", "tree"}))
 def test_logits_are_those_of_transformers_whatever_came_before(pair: Pair, name: str) -> None:
-    """At roots and drafted nodes, after chunks of prompts, shared beginnings, accepted and rejected
-    drafts, or preemption.
-    """
+    """After chunks of prompts, shared beginnings, drafts and preemption."""
     recorder, texts = served(*pair, SPECULATIONS[name])
     assert any(node.path for node in recorder.nodes)
     assert errors(pair, recorder, texts) < 1e-3
@@ -110,9 +106,7 @@ def edit(written: folders.Written, **changed: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", [False, True])
 def test_a_target_starts_with_its_module(tmp_path: Path, shards: bool) -> None:
-    """Only the files that hold the module are read for it, and copies of the target's weights are
-    left out.
-    """
+    """Only its files are read, and copies of the target's weights are left out."""
     written = folders.write_mtp(tmp_path / "target", shards=shards)
     config = config_of(written)
     check_pair(with_sources(config).model)
@@ -129,9 +123,7 @@ def test_a_target_starts_with_its_module(tmp_path: Path, shards: bool) -> None:
 
 @pytest.mark.parametrize("rule", ["greedy_block", "spectr_gbv"])
 def test_rules_with_target_shifts_are_refused_before_weights_are_read(tmp_path: Path, rule: str) -> None:
-    """The refusal names the rule at start: the module's distribution after a text differs between
-    steps.
-    """
+    """The module's distribution after a text differs between steps."""
     written = folders.write_mtp(tmp_path / "target")
     told = (
         rf"^--spec-rule {rule}: .* would be biased with an MTP module: it needs .* same in every step; choose bv_race"

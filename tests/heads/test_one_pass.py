@@ -127,9 +127,7 @@ def test_every_flag_changes_the_logits(target: LoadedModel, tmp_path: Path, name
     grid([(name, shape) for name in USUAL for shape in SPECULATIONS], {("dspark, recurrent", "tree")}),
 )
 def test_logits_do_not_depend_on_what_came_before(target: LoadedModel, tmp_path: Path, name: str, shape: str) -> None:
-    """After chunks of prompts, shared beginnings, accepted and rejected drafts, or preemption,
-    logits are those of a fresh text.
-    """
+    """Logits are those of a fresh text."""
     written = write(tmp_path / "head", name, draft_vocabulary=83, scale=0.3)
     recorder, texts = served(target, written, SPECULATIONS[shape])
     assert largest_error(target, written, oracle(written, target), recorder, texts, most=30) < 1e-3

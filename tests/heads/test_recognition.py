@@ -1,6 +1,4 @@
-"""Heads are recognised by their config.json, start like draft models, and are refused where they do
-not fit.
-"""
+"""Heads are recognised by their config.json, and refused where they do not fit."""
 
 from __future__ import annotations
 

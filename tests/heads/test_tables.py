@@ -1,6 +1,4 @@
-"""All chains of a one-pass head drawn at once: what is drawn level by level, and the target's
-distribution.
-"""
+"""All chains of a one-pass head drawn at once, and the target's distribution."""
 
 from __future__ import annotations
 
@@ -145,9 +143,7 @@ def drawn_rows(with_trees: bool) -> list[Row]:
 @pytest.mark.parametrize("with_trees", [True, False])
 @pytest.mark.parametrize("few", [True, False])
 def test_tokens_and_distributions_are_those_of_the_draft_rows(few: bool, with_trees: bool) -> None:
-    """Each chain's draft rows one after the other, for tokens that depend on the one before and for
-    others.
-    """
+    """For tokens that depend on the one before, and for others."""
     rows, vocabulary, chance = drawn_rows(with_trees), 9, np.random.default_rng(4)
     layout, cpu = layout_of(tuple(map(ChainShape.of, rows)), torch.device("cpu")), torch.device("cpu")
     firsts = np.cumsum([0, *(row.draft_length for row in rows)]).tolist()

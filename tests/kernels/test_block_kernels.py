@@ -1,6 +1,4 @@
-"""Kernels give the verdicts of plain block verification and of the plain race: Triton's, on a CPU
-in its interpreter, and there Numba's as well.
-"""
+"""Kernels give the verdicts of plain block verification and of the plain race."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ def case(counts: list[int], length: int, seed: int, spread: float = 1.5, ends: b
 
 
 def filtered() -> Case:
-    """Distributions of which filters leave a few tokens: what is emitted may have no mass in the
-    draft distribution.
-    """
+    """Distributions of which filters leave a few tokens."""
     chains, target, noise = case([3] * 10, 4, 7)
     draft_NV = chains.draft.probs_NV
     draft_NV = torch.where(draft_NV >= draft_NV.topk(5, 1).values[:, -1:], draft_NV, 0.0)
@@ -143,7 +139,7 @@ WRONG: dict[str, Callable[[Chains, ProbsTable, ChainNoise], Case]] = {
 @pytest.mark.parametrize(
     ("kernels", "wrong"), of_compilers(WRONG, ("one number for two decisions",)), indirect=["kernels"]
 )
-def test_the_comparison_has_teeth(wrong: str, kernels: Kernels) -> None:
+def test_wrong_variants_fail_the_comparison(wrong: str, kernels: Kernels) -> None:
     right = CASES["several chains"]()
     expected = verdict(verify_race, right, TORCH)
     assert verdict(verify_race, WRONG[wrong](*right), kernels) != expected
@@ -173,7 +169,7 @@ def test_a_shape_of_other_requests_is_found() -> None:
 
 
 @pytest.mark.sampled
-def test_a_token_that_its_draft_distribution_never_gives_is_not_accepted(kernels: Kernels) -> None:
+def test_token_without_draft_probability_is_rejected(kernels: Kernels) -> None:
     chains, target, noise = CASES["several chains"]()
     draft_NV = chains.draft.probs_NV.clone()
     draft_NV[chains.draft.row_CX[:, 1], chains.tokens_CL[:, 1]] = 0
@@ -188,9 +184,7 @@ def test_a_token_that_its_draft_distribution_never_gives_is_not_accepted(kernels
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("whose", ["target", "draft"])
 def test_a_request_whose_scores_are_not_numbers_reads_no_memory_of_others(whose: str, kernels: Kernels) -> None:
-    """Its verdict is not used, but it must be one: a chain of the request, its length, and a
-    token.
-    """
+    """Its verdict is not used, but it is a chain of the request, a length and a token."""
     chains, target, noise = case([2, 3, 1], 3, seed=5)
     broken = chains.request_C == 3
     target_NV, draft_NV = target.probs_NV.clone(), chains.draft.probs_NV.clone()

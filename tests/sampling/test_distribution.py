@@ -66,9 +66,7 @@ def test_equals_the_reference(seed: int, rows: list[Sampling], vocabulary: int, 
 
 
 def assert_is_distribution(probs: np.ndarray, logits: np.ndarray, sampling: Sampling) -> None:
-    """Float32 may put the token at the top-p edge on the other side, where the edge is that
-    near.
-    """
+    """Float32 may put the token at a near top-p edge on the other side."""
     near = (0.0, 1e-6, -1e-6) if 0 < sampling.top_p < 1 else (0.0,)
     by_support = {}
     for moved in near:
@@ -79,9 +77,7 @@ def assert_is_distribution(probs: np.ndarray, logits: np.ndarray, sampling: Samp
 
 
 def test_top_p_beyond_the_window_falls_back_to_an_exact_sort() -> None:
-    """Flat distributions reach top_p only far down; the batch also has a peaked one in another
-    order of tokens, and one without top_p.
-    """
+    """Flat distributions reach top_p only far down."""
     chance = np.random.default_rng(1)
     samplings = [Sampling(top_p=p) for p in (0.9, 0.5, 1.0, 0.7, 0.0)]
     flat = np.linspace(0, 0.01, 5000)

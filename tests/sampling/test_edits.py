@@ -1,6 +1,4 @@
-"""Edits of logits against the same by hand, and their edges; their distribution is tested on the
-running engine (tests/engine/test_output_distribution.py).
-"""
+"""Edits of logits against the same by hand, and their edges."""
 
 from __future__ import annotations
 
@@ -133,7 +131,7 @@ def with_odd(text: LogitContext) -> LogitContext:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_those_by_hand(dtype: torch.dtype) -> None:
+def test_edited_rows_equal_the_ones_by_hand(dtype: torch.dtype) -> None:
     """All places in one call, in any order, rows without a place between them."""
     chance = np.random.default_rng(4)
     places: list[NodeContext | None] = [*every_place([*TEXTS, *(with_odd(text) for text in TEXTS)]), *[None] * 40]
@@ -156,7 +154,7 @@ def test_each_grammar_is_asked_once_for_all_its_places() -> None:
     assert [text.grammar.asked for text in texts] == [[((5, 3), PATHS)], [((), PATHS)]]  # type: ignore[union-attr]
 
 
-def test_without_a_place_nothing_is_copied() -> None:
+def test_rows_without_edits_are_not_copied() -> None:
     logits = torch.zeros(2, VOCABULARY)
     assert edit(logits, [None, None]) is logits
 
@@ -207,9 +205,7 @@ def test_masks_that_nodes_share_cannot_be_written_to() -> None:
 
 
 def test_edits_of_other_lists_are_never_shared() -> None:
-    """Lists are compared by identity, so edits keep theirs: the next list could lie in the same
-    place.
-    """
+    """Lists are compared by identity: the next list could lie in the same place."""
     shared = SharedEdits()
     made = [shared.of(Sampling(bad_words=((token,),)), ()) for token in range(100)]
     for token, edits in enumerate(made):
@@ -236,9 +232,7 @@ def test_edits_of_other_lists_are_never_shared() -> None:
     ],
 )
 def test_a_masked_token_was_emitted_at_a_dead_end(emitted: tuple[int, ...], num_held: int, is_dead: bool) -> None:
-    """Masks hold back the end 5 so long, 6 is never allowed, and 4 not after 3, with which the text
-    ends.
-    """
+    """The end 5 is held back, 6 is never allowed, and 4 not after 3, the text's last."""
     edits = FixedEdits(Sampling(allowed_token_ids=(2, 3, 4, 5), bad_words=((3, 4),)), (5,))
     assert edits.has_dead_end((1, 3), emitted, num_held, VOCABULARY) is is_dead
     assert not FixedEdits(Sampling(), ()).has_dead_end((1, 3), emitted, 0, VOCABULARY)

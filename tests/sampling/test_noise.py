@@ -85,9 +85,7 @@ def _finalised(word: int) -> int:
 
 
 def test_numbers_are_the_same_in_every_version() -> None:
-    """A seed gives the same answer after an update: a change of these numbers is a change of a
-    promise.
-    """
+    """A change of these numbers is a change of a promise."""
     for seed, position, purpose, chain, depth in ((0, 0, Purpose.DRAFT, 0, 0), (-7, 2**40, Purpose.CLOCK, 3, 50_000)):
         word = by_hand(seed, position, purpose, chain, depth)
         assert uniform(seed, position, purpose, chain, depth)[0] == ((word >> 11) + 0.5) / 2**53
@@ -126,9 +124,7 @@ def seed_of(word: int, *parts: int) -> int:
 
 @pytest.mark.parametrize("word", [0, (1 << 64) - 1])
 def test_the_smallest_and_the_largest_number_are_inside(word: int) -> None:
-    """Float64 rounds the largest to 1, whose logarithm would give a race a token that may not
-    come.
-    """
+    """Float64 rounds the largest to 1, whose logarithm is 0."""
     seed = seed_of(word, 7, Purpose.CLOCK, 0, 3)
     assert int(hash_words(seed, 7, Purpose.CLOCK, 0, 3)[0]) == word
     (number,) = uniform(seed, 7, Purpose.CLOCK, 0, 3)

@@ -63,8 +63,9 @@ class Machine:
 
 
 H100 = Machine(base_s=0.0075, row_s=8e-5, node_s=8e-5, pass_s=0.0016, prompt_s=3e-5, launch_s=0.02)
-"""Steps as in docs/results/gpu/part-1-h100.json: 7.6 ms plain, 15.9 with one chain of five, 17.1
-with four chains, 28 with a prompt.
+"""Steps as in docs/results/gpu/part-1-h100.json.
+
+7.6 ms plain, 15.9 with one chain of five, 17.1 with four chains, 28 with a prompt.
 """
 
 

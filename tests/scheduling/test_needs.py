@@ -36,7 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_row_needs_what_its_plan_needs(name: str) -> None:
+def test_row_needs_are_those_of_its_plan(name: str) -> None:
     options, needs = CASES[name]
     request = Request(
         **{"request_id": "0", "prompt_token_ids": (3, 4, 5, 3, 4), "limits": Limits(max_tokens=20), **options}

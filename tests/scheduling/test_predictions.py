@@ -11,8 +11,9 @@ TWICE = "the cat and the dog."
 
 
 def places(prediction: str, answer: str) -> list[tuple[str, int] | None]:
-    """Return the rest of the prediction that is drafted after each token of the answer, with the
-    tokens of the match; None for no draft. A character is a token.
+    """Return what is drafted after each token of the answer, with the matched tokens.
+
+    None for no draft. A character is a token.
     """
     drafter = PredictionDrafter([ord(token) for token in prediction], len(PROMPT))
     found: list[tuple[str, int] | None] = []

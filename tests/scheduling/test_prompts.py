@@ -1,6 +1,4 @@
-"""Prompts while other requests decode: a step takes at most twice as long as without them, and all
-prompts are read.
-"""
+"""Prompts while others decode: a step takes at most twice as long."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ from tests.scheduling.test_scheduler import request, verdict
 
 
 class Formula(StepTimes):
-    """A machine on which a prompt's token takes 0.2 ms, and 0.1 microseconds more for each token
-    before it.
-    """
+    """A machine on which prompt tokens take 0.2 ms, and 0.1 us more for each before."""
 
     def __init__(self, row_s: float = 0.02) -> None:
         super().__init__(Machine().prices())
@@ -98,9 +94,7 @@ def test_prompts_alone_are_not_limited() -> None:
 
 @pytest.mark.parametrize("num_drafts", [0, 4])
 def test_every_prompt_is_read_on_a_machine_that_is_too_slow(num_drafts: int) -> None:
-    """Also behind a cached prefix that the draft model has not read, with more nodes than the least
-    chunk.
-    """
+    """Also behind a cached prefix that the draft model has not read."""
     scheduler = build(Formula())
     scheduler.times = times = Formula()
     times.rest_s = lambda work: float(work.rows + 10 * work.prompt)  # type: ignore[method-assign]
@@ -163,7 +157,7 @@ def test_a_token_takes_longer_behind_a_longer_text() -> None:
         assert limit.most(first, 2048) == max(fitting)
 
 
-def test_the_text_of_those_who_decode_counts() -> None:
+def test_prompt_limit_depends_on_decoding_texts() -> None:
     times = Formula()
     times.rest_s = lambda work: 1e-4 * work.text + work.prompt / 1024  # type: ignore[method-assign]
     assert PromptLimit(times, 1, 5000).most(0, 2048) == 512

@@ -1,6 +1,4 @@
-"""Steps in which a row is larger than its part of the budget, or sequences are preempted while the
-step is planned.
-"""
+"""Steps with rows larger than their part of the budget, or with preemption."""
 
 from __future__ import annotations
 

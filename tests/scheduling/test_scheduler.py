@@ -1,6 +1,4 @@
-"""Decisions of the scheduler: prompts and budgets, queue and preemption, windows of the draft
-model.
-"""
+"""Decisions of the scheduler: budgets, queue, preemption, draft windows."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ def request(
 
 
 def verdict(plan: Plan, accept: int = 0, token: int = 7, keeps: bool = False) -> StepVerdict:
-    """Every sampling row accepts up to `accept` drafted tokens; keeps: the draft model has K/V of
-    those it computed.
-    """
+    """Accept up to `accept` tokens in every row; keeps: the draft model has their K/V."""
     emissions = []
     for row in plan.sampling_rows:
         count = min(accept, row.draft_length)
@@ -80,9 +76,7 @@ def test_a_long_prompt_rides_along_in_chunks() -> None:
 
 
 def test_a_prompt_that_fits_the_time_is_followed_by_its_drafts_at_once() -> None:
-    """Also while others decode: the limit is one of prompts, and a step for the prompt alone would
-    be wasted.
-    """
+    """A step for the prompt alone would be wasted."""
     scheduler = build(budget=64, num_blocks=64)
     scheduler.times = StepTimes(Machine().prices())
     scheduler.submit(request("decodes", 4, 20, drafts=1, draft_length=3))
@@ -110,7 +104,7 @@ def test_rows_that_do_not_fit_the_budget_take_turns() -> None:
     assert max(counts) - min(counts) <= 1
 
 
-def test_a_short_prompt_is_computed_beside_a_long_one() -> None:
+def test_short_prompt_shares_a_step_with_a_long_one() -> None:
     """The wrong variant serves prompts one after the other: the short one waits for 20 steps."""
     scheduler = build(budget=16, num_blocks=256)
     scheduler.submit(request("long", 300, 4))
@@ -125,9 +119,7 @@ def test_a_short_prompt_is_computed_beside_a_long_one() -> None:
 
 
 def test_a_short_prompt_does_not_wait_for_several_long_ones() -> None:
-    """With the numbers of a server on a CPU: two prompts of 16k are being computed while a request
-    decodes.
-    """
+    """Two prompts of 16k are being computed while a request decodes."""
     config = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=8, max_prompt_tokens=512)
     scheduler = Scheduler(config, BlockStore(8192, 16), frozenset({99}))
     scheduler.submit(request("decodes", 20, 500, first=500_000))
@@ -162,10 +154,8 @@ def test_a_small_limit_of_prompt_tokens_holds_beside_a_cached_prefix() -> None:
         assert ended, "the request was never served"
 
 
-def test_a_lagging_draft_model_holds_no_queue_up() -> None:
-    """Many decode with many nodes; what is left of a step must do for a cached prefix without draft
-    K/V.
-    """
+def test_lagging_draft_model_does_not_block_the_queue() -> None:
+    """What is left of a step must do for a cached prefix without draft K/V."""
     config = SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=32)
     scheduler = Scheduler(config, BlockStore(2048, 16), frozenset({99}), draft_window=128)
     scheduler.submit(request("first", 1000, 1))
@@ -196,7 +186,7 @@ def test_prompt_tokens_are_limited_while_others_decode() -> None:
     assert sorted(len(row.input_ids) for row in scheduler.plan().rows) == [1, 10]
 
 
-def test_a_prompt_of_16k_holds_nobody_up_for_more_than_a_step() -> None:
+def test_long_prompt_delays_others_by_one_step() -> None:
     config = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=8, max_prompt_tokens=512)
     scheduler = Scheduler(config, BlockStore(4096, 16), frozenset({99}))
     for i in range(4):
@@ -312,9 +302,7 @@ def test_a_request_cannot_be_submitted_twice() -> None:
 
 
 def drafted(scheduler: Scheduler, steps: int) -> list[tuple[int, int, int]]:
-    """(index of the first token that the draft model computes, how many, where its K/V begins) of a
-    lone request.
-    """
+    """Return (first draft token, number, start of its K/V) of a lone request."""
     seen = []
     for _ in range(steps):
         plan = scheduler.plan()

@@ -1,6 +1,4 @@
-"""The running state of a request: lengths of its text, the end of its answer, and keys of its
-blocks.
-"""
+"""The running state of a request: lengths, end, and keys of its blocks."""
 
 from __future__ import annotations
 
@@ -103,7 +101,7 @@ def test_prompt_logprobs_are_wanted_until_the_first_token() -> None:
     assert not running.wants_prompt_logprobs
 
 
-def test_the_time_of_reading_is_taken_once() -> None:
+def test_prompt_reading_time_is_counted_once() -> None:
     running = sequence()
     running.note_reading(2.0, 1.0)
     running.note_reading(0.5, 0.25)

@@ -1,6 +1,4 @@
-"""Rows of a step and the shapes that are chosen for them: who drafts, who reads, and for whom the
-choice is made.
-"""
+"""Rows of a step and the shapes that are chosen for them."""
 
 from __future__ import annotations
 
@@ -19,19 +17,15 @@ from tests.scheduling.test_scheduler import BLOCK_SIZE, Whims, build, request, v
 
 
 def is_behind(plan: Plan) -> bool:
-    """Whether the draft model computes more than the last step emitted, or a text from which
-    nothing is drafted.
-    """
+    """Return whether the draft model computes more than the last step emitted."""
     return any(
         len(row.draft_input_ids) > max(2, len(row.input_ids)) or (row.draft_input_ids and not row.fanout)
         for row in plan.rows
     )
 
 
-def test_prompts_are_read_by_the_draft_model_where_something_is_drafted() -> None:
-    """If that changes, it catches up with near texts at once, and with far ones piece by piece
-    while they decode. The wrong variant never drafts for the latter again.
-    """
+def test_draft_model_reads_prompts_of_drafting_requests() -> None:
+    """If that changes, it catches up: near texts at once, far ones piece by piece."""
     config = SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=4)
     scheduler, whims = Scheduler(config, BlockStore(256, BLOCK_SIZE), frozenset({99})), Whims()
     scheduler.controller = whims
@@ -83,12 +77,10 @@ class Noting(Whims):
     [(12, 64, 4, 3), (60, 64, 4, 2), (12, 5, 4, 2), (12, 64, 2, 2)],
     ids=["ends", "too long for a step", "too few blocks", "no seat"],
 )
-def test_shapes_are_chosen_for_those_too_whose_prompts_end(
+def test_shapes_include_requests_whose_prompts_end(
     length: int, num_blocks: int, max_num_seqs: int, foreseen: int
 ) -> None:
-    """Two decode, one waits: it is a row of this step and the next where its prompt fits the step.
-    The wrong variant chooses for two wherever answers end and begin.
-    """
+    """The wrong variant chooses for two wherever answers end and begin."""
     scheduler = build(budget=48, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
     scheduler.controller = noting = Noting()
     speculation = Speculation(num_drafts=1, draft_length=1, adaptive=True)
@@ -114,11 +106,8 @@ def test_shapes_are_chosen_for_those_too_whose_prompts_end(
     ],
     ids=["idle", "long", "two long", "too many", "urgent", "logprobs"],
 )
-def test_shapes_are_chosen_for_exactly_those_that_emit(lengths: tuple[int, ...], changes: dict[str, int]) -> None:
-    """Cases: prompts without a limit, because no request decodes; with long prompts, which leave
-    the others their share, or are more urgent and leave nothing, or take several steps for their
-    logprobs; and more rows than fit a step.
-    """
+def test_shapes_are_chosen_for_emitting_requests(lengths: tuple[int, ...], changes: dict[str, int]) -> None:
+    """Prompts with and without limits, more urgent ones, and more rows than fit."""
     config = SchedulerConfig(max_num_batched_tokens=100, max_prompt_tokens=16, max_num_seqs=8)
     scheduler = Scheduler(config, BlockStore(256, BLOCK_SIZE), frozenset({99}))
     scheduler.controller = noting = Noting()
@@ -136,9 +125,7 @@ def test_shapes_are_chosen_for_exactly_those_that_emit(lengths: tuple[int, ...],
 
 
 def test_blocks_of_a_prompt_without_an_answer_are_read_as_published() -> None:
-    """The wrong variant replaces the planned row by one that reads nothing, after its blocks are
-    published as read.
-    """
+    """The wrong variant plans a row again after its blocks are published."""
     scheduler, whims = build(), Whims()
     scheduler.controller = whims
     whims.tell(2, 3)

@@ -21,9 +21,7 @@ def keys_of(text: list[int], salt: str = "") -> list[bytes]:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Holders of short texts over two tokens; the model remembers what was last written to each
-    block.
-    """
+    """Holders of short texts over two tokens, and what was written to each block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,11 +82,11 @@ def test_the_longest_unused_goes_first_and_of_a_text_its_end() -> None:
     assert [len(store.take_cached(keys)[0]) for keys in (old, new)] == [1, 2]
 
 
-def test_salts_part_texts() -> None:
+def test_cache_salts_separate_prefixes() -> None:
     assert keys_of([1, 2]) != keys_of([1, 2], "mine")
 
 
-def test_nothing_is_kept_when_asked_so() -> None:
+def test_disabled_prefix_cache_stores_nothing() -> None:
     store = BlockStore(4, 1, keeps_content=False)
     blocks = store.allocate(2)
     for block, key in zip(blocks, keys_of([1, 2]), strict=True):

@@ -1,6 +1,4 @@
-"""Trees of text drafts: what is found in a text, how probable it is, and what of it is worth its
-time.
-"""
+"""Trees of text drafts: what is found, how probable it is, what is worth its time."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ from tests.scheduling.machine import Machine
 
 
 def ends_by_hand(text: Sequence[int]) -> dict[int, int]:
-    """The latest 8 ends of the last 4 tokens and of the last one, and how many tokens agree before
-    each.
-    """
+    """Return the latest 8 ends of the last tokens, with how many agree before each."""
     agreeing_by_end = {}
     for length in (4, 1):
         ends = [end for end in range(length, len(text)) if text[end - length : end] == text[-length:]]
@@ -79,9 +75,7 @@ def estimate(source: str, num_agreeing: int) -> float:
 
 
 def test_a_tree_has_the_most_probable_continuations() -> None:
-    """Shares of children are by the odds of the candidates that agree; a deeper match is trusted
-    more.
-    """
+    """A deeper match is trusted more."""
     candidates = [agreeing("a", (1, 2, 3), 2), agreeing("b", (1, 5), 1), agreeing("a", (4,), 1)]
     tree = grow(candidates, estimate, 0.01, 10, 3)
     odds = {2: 0.6 / 0.4, 1: 1.0}
@@ -183,9 +177,7 @@ TREES = (
 
 @pytest.mark.parametrize("node_s", [1e-5, 0.001, 0.002, 0.004, 0.02])
 def test_the_choice_is_the_best_of_all_sets_of_nodes(node_s: float) -> None:
-    """If all nodes take the same time. The wrong variants take all nodes, or those of the first
-    tree alone.
-    """
+    """The wrong variants take all nodes, or those of the first tree alone."""
     machine = Machine(row_s=node_s, node_s=node_s)
     times = StepTimes(machine.prices())
     base = StepWork(rows=2, text=2)

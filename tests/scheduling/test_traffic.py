@@ -1,6 +1,4 @@
-"""The scheduler under any traffic: accounting holds, no request starves, every answer is
-complete.
-"""
+"""The scheduler under any traffic: accounting, no starvation, complete answers."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ class Contents:
 
 
 class Traffic(RuleBasedStateMachine):
-    """Requests come, are aborted, and steps accept anything; the model is a count per request, and
-    what slots hold.
-    """
+    """Requests come, are aborted, and steps accept anything."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,9 +138,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 class SlowPrompts(Traffic):
-    """The same on a machine without time for prompts while others decode: each is read a few tokens
-    at a time.
-    """
+    """The same on a machine that reads prompts a few tokens at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,18 +161,14 @@ WINDOW = 6
 
 
 def windowed(window: int = WINDOW) -> Scheduler:
-    """A scheduler whose draft model has fewer blocks than the windows of four requests need, but
-    enough for one whole text.
-    """
+    """A scheduler with draft blocks for one whole text, and not for four windows."""
     config = SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=4)
     target, draft = BlockStore(24, BLOCK_SIZE), BlockStore(15, BLOCK_SIZE)
     return Scheduler(config, target, frozenset({99}), draft_window=window, draft_blocks=draft)
 
 
 class AdaptiveTraffic(Traffic):
-    """The same where what requests draft changes at any time, and with it what the draft model has
-    to catch up on.
-    """
+    """The same where requests draft differently at any time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,9 +190,7 @@ TestAdaptiveTraffic.settings = settings(max_examples=200, stateful_step_count=30
 
 
 class WindowedTraffic(Traffic):
-    """The same with a draft window: the draft model's blocks are released as the window moves, and
-    shared.
-    """
+    """The same with a draft window, whose blocks are released and shared."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,9 +247,7 @@ def test_a_released_block_of_the_draft_model_is_never_read() -> None:
 
 
 def test_a_window_holds_its_own_blocks_only() -> None:
-    """Blocks of a text that grows by one token a step, with drafts of three nodes; plain requests
-    hold none.
-    """
+    """Plain requests hold none."""
     traffic = WindowedTraffic()
     traffic.submit(20, max_tokens=12, drafts=1, draft_length=3, priority=0)
     traffic.submit(20, max_tokens=12, drafts=0, draft_length=0, priority=0)
@@ -276,9 +262,7 @@ def test_a_window_holds_its_own_blocks_only() -> None:
 
 
 def test_a_request_without_draft_blocks_is_not_preempted_for_some() -> None:
-    """Two whole texts outgrow the draft model's pool next to plain requests, which arrived last and
-    would go first.
-    """
+    """Two whole texts outgrow the draft pool next to plain requests."""
     traffic = WindowedTraffic()
     traffic.submit_unwindowed(20, max_tokens=12)
     traffic.submit_unwindowed(20, max_tokens=12)
@@ -293,9 +277,7 @@ def test_a_request_without_draft_blocks_is_not_preempted_for_some() -> None:
 
 
 def test_a_block_that_leaves_the_window_in_the_step_that_fills_it_is_not_shared() -> None:
-    """Its owner has released it before it could be published; a step emits more tokens than the
-    window has.
-    """
+    """A step emits more tokens than the window has."""
     for length in range(9, 13):
         scheduler = windowed(2)
         scheduler.submit(request("a", length, max_tokens=30, drafts=1, draft_length=4))
@@ -305,9 +287,7 @@ def test_a_block_that_leaves_the_window_in_the_step_that_fills_it_is_not_shared(
 
 
 def test_the_draft_model_finds_the_window_of_an_earlier_text() -> None:
-    """A longer text begins like one that has ended; the draft model computes what is new of it
-    alone.
-    """
+    """The draft model computes what is new alone."""
     scheduler = windowed()
     scheduler.submit(request("first", 20, 8, drafts=1, draft_length=2))
     tokens = list(range(20))
@@ -321,9 +301,7 @@ def test_the_draft_model_finds_the_window_of_an_earlier_text() -> None:
 
 
 def test_published_blocks_of_an_answer_of_one_token_are_computed() -> None:
-    """Nothing is drafted for it, even if a shape is chosen; a request with the same beginning
-    drafts after its prompt.
-    """
+    """A request with the same beginning drafts after its prompt."""
     traffic = AdaptiveTraffic()
     traffic.choose(1, 1, beside=True)
     for length in (4 * BLOCK_SIZE, 4 * BLOCK_SIZE + 1):

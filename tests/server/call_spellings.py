@@ -1,6 +1,4 @@
-"""Calls as models of each format write them, by hand: what a format's chat template makes of the
-same calls.
-"""
+"""Calls of each format by hand: what its chat template makes of them."""
 
 from __future__ import annotations
 

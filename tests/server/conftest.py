@@ -27,9 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
 
 @pytest.fixture(scope="session")
 def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemons]:
-    """Starts daemons, and ends them after the last test; none of them may have printed a
-    traceback.
-    """
+    """Start daemons, and end them after the last test; none may print a traceback."""
     pool = Daemons(tmp_path_factory.mktemp("daemons"))
     yield pool
     pool.stop()
@@ -44,9 +42,7 @@ def pair_arguments(models: TinyModels) -> list[str]:
 
 @pytest.fixture
 def rendering_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """All records of rendering, also after a daemon in this process has set up its log, which lets
-    few through.
-    """
+    """Yield all records of rendering, also after a daemon set up its log."""
     monkeypatch.setattr(logging.getLogger("polydraft"), "propagate", True)
     monkeypatch.setattr(logging.getLogger("polydraft.rendering"), "filters", [])
     return caplog
@@ -91,9 +87,7 @@ def filling(filling_daemon: Daemon) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def one_seat(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
-    """A calibrated daemon with one seat, one place in the queue, frequent keep-alives, two keys and
-    a path prefix.
-    """
+    """A calibrated daemon with one seat, one place, two keys and a path prefix."""
     keys = [word for key in KEYS for word in ("--api-key", key)]
     limits = ["--max-num-seqs", "1", "--max-num-queued-reqs", "1", "--sse-keep-alive-interval", "0.02"]
     more = ["--root-path", PREFIX, "--enable-log-requests"]

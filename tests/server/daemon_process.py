@@ -145,9 +145,7 @@ def _parent_of(stat: Path) -> int | None:
 
 
 class Daemons:
-    """Running daemons by their arguments: one is started when asked for, and again once a test has
-    ended it.
-    """
+    """Running daemons by their arguments, started when asked for."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,6 +1,4 @@
-"""Reads server-sent events as strictly as they are specified: nothing but data frames and
-comments.
-"""
+"""Reads server-sent events strictly: nothing but data frames and comments."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""An engine process without a model: it answers each request with one token, the length of its
-prompt.
+"""An engine process without a model: one token for each request.
 
 Its times are arguments, and it starts in a tenth of the time of a real one.
 """
@@ -23,9 +22,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def start_fake(load_s: float = 0.0, stop_s: float = 0.0, failure: str = "") -> subprocess.Popen[bytes]:
-    """Start it; load_s, stop_s: time until it is ready, and from a `Stop` to its end; failure:
-    error of loading.
-    """
+    """Start it; load_s, stop_s: until it is ready, and from a `Stop` to its end."""
     words = [sys.executable, "-m", _NAME, str(load_s), str(stop_s), failure]
     return subprocess.Popen(words, stdin=subprocess.PIPE, cwd=_ROOT)
 
@@ -54,9 +51,7 @@ def main() -> int:
 
 
 def answer(inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
-    """Answer requests until a `Stop`, or until the parent has ended; prompt tokens are counted from
-    the start on.
-    """
+    """Answer requests until a `Stop`, or until the parent has ended."""
     parent = os.getppid()
     num_prompt_tokens = 0
     while os.getppid() == parent:

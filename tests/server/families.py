@@ -1,5 +1,4 @@
-"""The model families whose dialogues are tested: tokenizer, template, ends, thoughts and calls, and
-what is refused.
+"""The model families whose dialogues are tested, and what each refuses.
 
 Templates (`templates/families/`) have the structure of the published ones, in other words.
 Tokenizers are built like the published ones: byte-level, or pieces with a sign for spaces and
@@ -67,16 +66,12 @@ class Family:
     calls: str | None
     """Format of calls; None if tools are refused."""
     template: str = ""
-    """Name of a template that comes with the server; "" is the family's own one, in
-    `templates/families/`.
-    """
+    """A template that comes with the server; "" is the family's, in `templates/families/`."""
     has_pieces: bool = False
     """The tokenizer has pieces with a sign for spaces, and not bytes as letters."""
     begin: str = ""
     thoughts: Literal["none", "tags", "opened", "channel"] = "none"
-    """Whether the model thinks between tags, in tags that the prompt has opened, or in a channel
-    (harmony).
-    """
+    """Thoughts between tags, in tags that the prompt opens, or in a channel (harmony)."""
     most_calls: int | None = None
     """Largest number of calls in an answer."""
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -307,8 +302,7 @@ def _byte_tokenizer() -> dict[str, Any]:
 
 
 def _pieces_tokenizer(tokens: list[str]) -> dict[str, Any]:
-    """Like those of Mistral and Gemma: a sign for spaces, and a token for each byte of other
-    letters.
+    """Like those of Mistral and Gemma: a sign for spaces, and tokens of single bytes.
 
     tokens: added tokens, which stand in the vocabulary.
     """

@@ -35,9 +35,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
 
 
 def send(http: httpx.Client, path: str, fields: dict[str, Any]) -> httpx.Response:
-    """A good call with some fields replaced; NaN, infinity and halves of surrogate pairs as Python
-    spells them.
-    """
+    """Send a good call with some fields replaced, also by NaN and half characters."""
     content = json.dumps({**GOOD[path], **fields})
     return http.post(path, content=content, headers={"content-type": "application/json"})
 

@@ -14,9 +14,7 @@ NO_HUB = "http://127.0.0.1:1"
 
 
 def run_python(code: str, cache: Path, endpoint: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a separate process with access to this hub: the client reads the environment
-    once.
-    """
+    """Run Python in a process with this hub; the client reads the environment once."""
     own = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "POLYDRAFT_PROFILE_CACHE": "off"}
     command = [sys.executable, "-c", code, *words]
     environment = {**os.environ, **own}

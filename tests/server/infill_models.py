@@ -1,6 +1,4 @@
-"""Models for tests of filling gaps: tokenizers with a family's marks, and a model whose answer to a
-gap is known.
-"""
+"""Models for tests of filling gaps, with a known answer to a gap."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ ANSWER = "sum(\n    values\n) + 1\ndone"
 
 
 def write_filling_model(folder: Path) -> Path:
-    """Write a model with Qwen's marks, which answers to each gap `ANSWER`, or the words; it writes
-    on after the end.
-    """
+    """Write a model with Qwen's marks, which answers `ANSWER` to each gap."""
     answers = {"<|fim_middle|>": f"{ANSWER}<|fim_pad|>leak", COPIES: "".join(WORDS) + "<|fim_pad|>"}
     write_folder(folder, llama_config(1))
     described = json.loads((TOKENIZER / "tokenizer.json").read_text())

@@ -1,6 +1,4 @@
-"""The connections of a daemon on transports in memory and a clock that is set, before an
-application that is held.
-"""
+"""A daemon's connections in memory, on a clock that is set."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ class Wire(asyncio.Transport):
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error of the only answer, which announces its length and the end of the
-        connection.
-        """
+        """The error of the only answer, which ends the connection."""
         assert self.written.count(b"HTTP/1.1 ") == 1
         head, _, body = self.written.partition(b"\r\n\r\n")
         assert b"\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close" % len(body) in head
@@ -82,9 +78,7 @@ class Wire(asyncio.Transport):
 
 
 class Server:
-    """An application that reads a request and answers once it may, behind connections with
-    bounds.
-    """
+    """An application that reads a request and answers once it may."""
 
     def __init__(self, most: int = 100) -> None:
         self.loop = Clock()

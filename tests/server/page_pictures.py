@@ -1,5 +1,4 @@
-"""`python -m tests.server.page_pictures --url http://127.0.0.1:8000` makes the pictures of
-docs/clients.md.
+"""Makes the pictures of docs/clients.md: `python -m tests.server.page_pictures`.
 
 It asks a daemon with the demonstration pair, and needs Chromium and Pillow.
 """

@@ -1,12 +1,11 @@
-"""A model folder whose answers are known: a Llama that continues scripts, chosen by a mark in its
-prompt.
+"""A Llama that continues scripts, chosen by a mark in its prompt.
 
-Every script has a mark, a token. Each of its pieces is a token, too, in the order in which it is
-written. Attention finds the last of these tokens in the text: of the marks the one of the last
-script, and pieces before marks. This token is the state. The output weights turn a state into the
-token that follows it. A token that occurs several times in scripts, such as `<tool_call>`, is no
-state: there a neuron for the pair of state and token decides. Any other text is followed by the
-end.
+Every script has a mark, a token. Each of its pieces is a token, too, in the order in which it
+is written. Attention finds the last of these tokens in the text: of the marks the one of the
+last script, and pieces before marks. This token is the state. The output weights turn a state
+into the token that follows it. A token that occurs several times in scripts, such as
+`<tool_call>`, is no state: there a neuron for the pair of state and token decides. Any other
+text is followed by the end.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ _HEAD = 64
 _OTHER = -1
 """Stands for any token that no script has."""
 CUT = "\x1f"
-"""Ends a piece of a script. A script for a grammar has only the text that the grammar leaves free,
-in pieces.
-"""
+"""Ends a piece of a script; one for a grammar has the free text alone."""
 _BYTE_LETTERS = {byte: letter for letter, byte in byte_characters().items()}
 
 
@@ -50,9 +47,9 @@ def byte_level(text: str) -> str:
 def write_scripted(folder: Path, scripts: Mapping[str, Sequence[str]], otherwise: str) -> Path:
     """Write a model with the embedded pair's tokenizer that answers as scripted.
 
-    scripts: by the name of a function on offer, the answers after 0, 1, ... results. otherwise: the
-    answer to a chat without these functions. The chat template ends a prompt with the mark of the
-    answer.
+    scripts: by the name of a function on offer, the answers after 0, 1, ... results.
+    otherwise: the answer to a chat without these functions. The chat template ends a prompt
+    with the mark of the answer.
     """
     answers = {f"<|{name}-{number}|>": text for name in scripts for number, text in enumerate(scripts[name])}
     answers["<|otherwise|>"] = otherwise

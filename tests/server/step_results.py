@@ -13,9 +13,7 @@ LENGTH, CHAINS = 4, 3
 
 
 def facts(drafter: str = "", **known: Any) -> EngineFacts:
-    """An engine's facts, as a small one has them; drafter: its draft model or type of head; `known`
-    are others.
-    """
+    """Return a small engine's facts; drafter: draft model or head; `known` are others."""
     usual: dict[str, Any] = {"device": "cpu", "dtype": "float32", "architecture": "llama"}
     usual["drafters"] = drafters_of(DRAFTER_FACTS[drafter] if drafter else None)
     usual |= {"vocab_size": 1000, "max_model_len": 100, "num_blocks": 10, "block_size": 16, "eos_token_ids": []}

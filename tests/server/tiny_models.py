@@ -1,5 +1,4 @@
-"""Model folders for daemons under test: random weights of a few hundred kB, the embedded pair's
-tokenizer.
+"""Model folders for daemons under test: random weights of a few hundred kB.
 
 Written without torch, so that these tests start as fast as the HTTP process does.
 """
@@ -70,8 +69,7 @@ def llama_config(num_layers: int) -> dict[str, Any]:
 
 
 def llama_weights(num_layers: int, hidden: int = _HIDDEN) -> dict[str, Any]:
-    """Random weights; the first layers are the same whatever `num_layers` is, later ones change
-    less.
+    """Random weights; the first layers are the same whatever `num_layers` is.
 
     hidden: width of the residual; the heads have the same width for any.
     """

@@ -54,9 +54,7 @@ def outcomes_of(rule: str, model: TabularModel, num_drafts: int, method: str = "
 
 
 def random_model(seed: int, vocabulary: int = 3, length: int = 2, kind: str = "any") -> TabularModel:
-    """Laws with the corners that matter: zeros, ties, equal laws, disjoint supports, one-hot
-    rows.
-    """
+    """Laws with corners: zeros, ties, equal laws, disjoint supports, one-hot rows."""
     rng = np.random.default_rng(seed)
 
     def row() -> np.ndarray:
@@ -92,11 +90,10 @@ def from_prefix(world: TabularModel, prefix: Path, length: int, shifts: tuple[Ta
 
 
 def stream_law(world: TabularModel, step: Step, num_tokens: int, length: int, model_of: ModelOf = from_prefix) -> Law:
-    """Law of the first tokens emitted by step after step; `world` knows num_tokens + length - 1
-    positions.
+    """Return the law of the first tokens that step after step emits.
 
-    model_of: the model of a step, by default with the world's own draft laws and chains of
-    `length`.
+    model_of: the model of a step, by default with the world's own draft laws
+    and chains of `length`.
     """
     law: Law = defaultdict(float)
 
@@ -117,8 +114,9 @@ def stream_law(world: TabularModel, step: Step, num_tokens: int, length: int, mo
 def stream_distance(
     world: TabularModel, step: Step, num_tokens: int, length: int, model_of: ModelOf = from_prefix
 ) -> float:
-    """Total variation between the emitted stream's law and the target's own; model_of: as in
-    `stream_law`.
+    """Return the total variation between the emitted stream's law and the target's.
+
+    model_of: as in `stream_law`.
     """
     law = stream_law(world, step, num_tokens, length, model_of)
     return 0.5 * sum(abs(law.get(path, 0.0) - joint(world.target, path)) for path in world.paths(num_tokens))
@@ -137,8 +135,6 @@ def emitted_law(model: TabularModel, outcomes: Sequence[RuleOutcome]) -> Law:
 
 
 def distance_from_target(model: TabularModel, outcomes: Sequence[RuleOutcome]) -> float:
-    """Total variation between the emitted law and the target's own; for rules that leave later
-    steps alone.
-    """
+    """Return the total variation of the emitted law, for rules without later changes."""
     law = emitted_law(model, outcomes)
     return 0.5 * sum(abs(law[path] - joint(model.target, path)) for path in model.paths(model.length + 1))

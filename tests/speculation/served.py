@@ -1,12 +1,11 @@
-"""Many requests over small models for the rules that serve (`RULES[name].verify`), and whether what
-they emit is right.
+"""Many requests over small models for served rules, and whether they emit right.
 
-A *kind* of request is a model, the place in its text where the requests begin, and how they are
-drafted. Requests of all kinds of a batch stand in turn in every call, so that neighbours have other
-laws, lengths and numbers of chains. Two laws are compared with the exact ones. That of a first
-step's (accepted tokens, next token) with the enumeration of the rule; that of the first emitted
-tokens, over as many steps as these take, with the target's own, which no formula of the rule
-enters.
+A *kind* of request is a model, the place in its text where the requests begin, and how they
+are drafted. Requests of all kinds of a batch stand in turn in every call, so that neighbours
+have other laws, lengths and numbers of chains. Two laws are compared with the exact ones. That
+of a first step's (accepted tokens, next token) with the enumeration of the rule; that of the
+first emitted tokens, over as many steps as these take, with the target's own, which no formula
+of the rule enters.
 """
 
 from __future__ import annotations
@@ -230,9 +229,7 @@ class Batch:
         return [Emitted(firsts[i::every], paths[i::every]) for i in range(every)]
 
     def drafted(self, request_B: Tensor) -> tuple[Chains, ProbsTable]:
-        """Chains below where some requests are, and the target's laws along them; rows beyond a
-        chain's end are any.
-        """
+        """Return chains below some requests, and the target's laws along them."""
         kind_B, node_B = self.kind_B[request_B], self.node_B[request_B]
         count_B = torch.tensor([kind.num_chains for kind in self.kinds])[kind_B]
         first_B, num_chains = count_B.cumsum(0) - count_B, int(count_B.sum())
@@ -277,9 +274,7 @@ class Batch:
             leads_CL[chain_RK, depth] = torch.arange(kind.num_chains) % below == 0
 
     def _ends(self, chains: Chains, verdict: ChainVerdict) -> list[tuple[Path, int]]:
-        """(accepted tokens, next token) by request; every verdict must be about its own request's
-        chains.
-        """
+        """Return (accepted tokens, next token) by request, each of its own chains."""
         assert torch.equal(chains.request_C[verdict.chain_B], torch.arange(len(verdict.chain_B)))
         assert bool((verdict.accepted_B <= chains.length_C[verdict.chain_B]).all())
         tokens = chains.tokens_CL[verdict.chain_B].tolist()
@@ -321,9 +316,7 @@ def first_law(outcomes: Sequence[RuleOutcome]) -> dict[tuple[Path, int], float]:
 
 
 def text_law(kind: RequestCase, num_tokens: int) -> dict[Path, float]:
-    """The target's own law of the first tokens after the kind's start, changed where its shifts
-    hold.
-    """
+    """Return the target's law of the first tokens, changed where its shifts hold."""
     every = EveryChain.of(from_prefix(kind.world, kind.start, num_tokens, kind.shifts))
     chance_C = torch.ones(len(every.paths), dtype=torch.float64)
     for depth in range(num_tokens):
@@ -350,9 +343,7 @@ End = TypeVar("End")
 
 
 def fit(draws: Sequence[End], law: Mapping[End, float]) -> Fit:
-    """Compare independent draws with their law; the distance is infinite if something impossible
-    was drawn.
-    """
+    """Compare draws with their law; infinite if something impossible was drawn."""
     counts: dict[End, int] = {}
     for end in draws:
         counts[end] = counts.get(end, 0) + 1

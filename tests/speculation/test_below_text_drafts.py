@@ -1,5 +1,4 @@
-"""Sampled chains that are verified below accepted text drafts: the joint distribution of what a
-step serves.
+"""Sampled chains below accepted text drafts: the joint law of what a step serves.
 
 (accepted tokens, next token) are compared with an enumeration that knows no chains and no shifted
 arrays. The walk down the text drafts ends at a node with a known probability. A number of sampled
@@ -7,8 +6,8 @@ nodes, whose distribution is known, stand at the same text. Below it a step of t
 first target law is the node's own without the refused tokens. The emitted text alone would not
 notice everything: a rule that overlooks drafts is still lossless, only slower.
 
-Rules that decide node by node are enumerated themselves, too, up to 1e-12. All are sampled through
-`verify_chains`.
+Rules that decide node by node are enumerated themselves, too, up to 1e-12. All
+are sampled through `verify_chains`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ import torch
 from torch import Tensor
 
 import engine.step.verify as verifying
-from engine.cpu.compiled import block_loops
 from engine.fanout import level_widths
 from engine.kernels.protocol import ChainNoise, ProbsTable
 from engine.kernels.torch_kernels import TORCH, Kernels
@@ -35,7 +33,6 @@ from engine.request import Speculation, TextDraft
 from engine.speculation.conditions import WHOLE_BLOCKS
 from engine.speculation.verification import RULES, node
 from engine.speculation.verification.text_drafts import Below, below, refuse
-from tests.cpu.test_kernel_mutants import BLOCK, kernels_with
 from tests.grid import FAMILIES
 from tests.oracles.enumeration import EveryChain, Path, TabularModel, drafted_trees, joint, rule_outcomes
 from tests.oracles.node_enumeration import draft_tuples
@@ -112,9 +109,7 @@ LINEAR_PROGRAM = Drafting("ot_lp", "iid", (1, 2))
 
 
 def walk_ends(world: TabularModel) -> Iterator[tuple[Path, float, list[int]]]:
-    """(text, probability, refused tokens) of every node where the walk down the text drafts can
-    end.
-    """
+    """Yield (text, probability, refused tokens) where the walk can end."""
     nodes: list[tuple[Path, float]] = [((), 1.0)]
     for path, probability in nodes:
         refused = sorted(
@@ -212,9 +207,7 @@ PARTS = ("leads_CL", "tokens_CL", "draft", "target", "root")
 
 
 class Branches:
-    """In place of `categorical`: every row takes the script's next token, and the product of the
-    chances is counted.
-    """
+    """In place of `categorical`: rows take the script's next token; chances are multiplied."""
 
     def __init__(self, script: tuple[int, ...]) -> None:
         self.script = list(script)
@@ -227,9 +220,7 @@ class Branches:
 
 
 def enumerated(drafting: Drafting, rest_of: Callable[..., Below] = below) -> Ends:
-    """`RULES[name].verify` behind `below`: every drafted tree, every end of the walk, every token
-    of every node.
-    """
+    """Enumerate `RULES[name].verify` behind `below`: trees, ends of the walk, tokens."""
     law: Ends = defaultdict(float)
     length = len(drafting.fanout)
     trees = drafted_trees(SMALL, drafting.fanout, drafting.method)
@@ -317,26 +308,6 @@ def test_kernels_serve_the_enumerated_law(drafting: Drafting, kernels: Kernels) 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not KERNELS.decides, reason="a kernel of a CPU")
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("draft_rows[chain, walked:]", "draft_rows[chain]"),
-        pytest.param(
-            "verdict[1, request] = walked + stop",
-            "verdict[1, request] = stop",
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["draft distributions from the root", "accepted tokens below the walk alone"],
-)
-def test_a_wrong_kernel_is_rejected(right: str, wrong: str) -> None:
-    kernels = kernels_with(BLOCK, right, wrong)
-    with instead(block_loops, "decide", lambda _, *operands: kernels.decide(*operands)):
-        assert sampled(CHAINS[-1], KERNELS, num_rows=1_000).p_value < ALPHA
-
-
-@pytest.mark.slow
 def test_triton_s_race_serves_the_enumerated_law() -> None:
     """On a CPU in its interpreter."""
     triton = pytest.importorskip("engine.cuda.kernels")
@@ -352,9 +323,3 @@ def test_a_race_whose_chains_are_not_shifted_is_rejected(part: str, kernels: Ker
     """`leads_CL` is not among its operands: rules by nodes read it."""
     with instead(verifying, "below", lambda _, *operands: unshifted(part)(*operands)):
         assert sampled(CHAINS[-1], kernels, num_rows=1_000).p_value < ALPHA
-
-
-@pytest.mark.slow
-def test_a_step_whose_leaders_are_not_shifted_is_rejected() -> None:
-    with instead(verifying, "below", lambda _, *operands: unshifted("leads_CL")(*operands)):
-        assert sampled(Drafting("greedy", "greedy", (1, 3))).p_value < ALPHA

@@ -1,6 +1,4 @@
-"""Every rule is exact: by enumeration at 1e-11, against golden vectors at 1e-9, in float32 at the
-edges.
-"""
+"""Every rule is exact: by enumeration at 1e-11, and golden vectors at 1e-9."""
 
 from __future__ import annotations
 
@@ -215,9 +213,7 @@ STREAMS = [
 @pytest.mark.parametrize("kind", ["any", "dense", "equal"])
 @pytest.mark.parametrize(("rule", "method", "drafts"), STREAMS)
 def test_the_stream_of_several_steps_has_the_target_law(rule: str, method: str, drafts: int, kind: str) -> None:
-    """Three tokens over all the steps that can emit them, every rule with every draft method it is
-    exact for.
-    """
+    """Three tokens over all steps, every rule with its draft methods."""
     world = random_model(3 + drafts, vocabulary=2, length=4, kind=kind)
     step = lambda model: outcomes_of(rule, model, drafts, method)  # noqa: E731
     assert stream_distance(world, step, num_tokens=3, length=2) < 1e-11
@@ -265,9 +261,7 @@ def test_nested_target_changes_keep_the_target_law(rule: str, drafts: int) -> No
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 3))
 def test_inequalities_between_rules(seed: int, drafts: int) -> None:
-    """Sum min(P, Q) is what greedy block verification keeps; the selected chain keeps at least the
-    SpecTr-GBV bound.
-    """
+    """Sum min(P, Q) is what greedy block verification keeps."""
     model = random_model(seed, vocabulary=2, length=3)
     nodes = [path for depth in (1, 2, 3) for path in model.paths(depth)]
     pairs = [(joint(model.target, node), joint(model.draft, node)) for node in nodes]
@@ -322,9 +316,7 @@ def test_the_published_acceptance_of_spectr_gbv_is_caught(case: dict) -> None:
 @pytest.mark.parametrize("name", sorted(RULES))
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
 def test_float32_edges_give_a_token_with_mass(name: str, uniform: float) -> None:
-    """u = 0, u just below 1, zero rows, sums that miss 1, ratios of e^50: a valid token, never one
-    of mass zero.
-    """
+    """u = 0, just below 1, zero rows, sums that miss 1, ratios of e^50."""
     torch.manual_seed(0)
     vocabulary, length = RULES[name].max_vocabulary or 50, 4
     target_NV = torch.rand(length + 1, vocabulary).softmax(-1) * (1 + 3e-7)

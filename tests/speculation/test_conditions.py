@@ -1,8 +1,8 @@
 """Every pair of a rule and a source of drafts is exact, or it is refused by name.
 
-The laws of three tokens over all their steps are enumerated, with draft laws and shapes that change
-from step to step as those of the source do. A pair is refused if and only if its law is not the
-target's.
+The laws of three tokens over all their steps are enumerated, with draft laws and shapes that
+change from step to step as those of the source do. A pair is refused if and only if its law
+is not the target's.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ def depth_alone(path: Path) -> Path:
 
 
 def drafted_by_head(memory: Memory) -> ModelOf:
-    """Return models whose draft laws depend on the text at the root and on a part of the path below
-    it.
-    """
+    """Return models whose draft laws depend on the text at the root and some path."""
 
     def model_of(world: TabularModel, prefix: Path, length: int, shifts: tuple[TargetShift, ...]) -> TabularModel:
         model = from_prefix(world, prefix, length, shifts)
@@ -131,11 +129,10 @@ def test_a_rule_and_a_drafter_are_exact_or_refused(rule: str, drafter: str) -> N
 
 
 def text_drafts(step: Callable[[TabularModel], list[RuleOutcome]]) -> Callable[[TabularModel], list[RuleOutcome]]:
-    """Return steps before which a text draft of one token is tried: the walk emits one of both
-    tokens, from the target.
+    """Return steps before which a text draft of one token is tried.
 
-    The draft's distribution there is unknown, so nothing is known about pending changes of the
-    target.
+    The draft's distribution there is unknown, so nothing is known about pending
+    changes of the target.
     """
 
     def walked(model: TabularModel) -> list[RuleOutcome]:
@@ -190,9 +187,7 @@ def test_the_number_of_chains_may_change_below_a_changed_target() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_trees_that_branch_late_are_exact_or_refused(rule: str) -> None:
-    """`test_chain_rules.py` enumerates those that are taken, and the race over chains that share a
-    token.
-    """
+    """`test_chain_rules.py` enumerates those that are taken."""
     is_exact = rule in {one for one, _, _ in TREES_THAT_BRANCH_LATER}
     assert is_exact == (unmet(RULES[rule], LATE_BRANCHES) is None)
     speculation = Speculation(rule=rule, num_drafts=2, draft_length=2, tree=(1, 2))

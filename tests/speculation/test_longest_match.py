@@ -1,6 +1,4 @@
-"""Deterministic rows emit the target's own text: as far as the best draft matches, and one token
-more.
-"""
+"""Deterministic rows emit the target's own text, as far as the best draft matches."""
 
 from __future__ import annotations
 
@@ -77,7 +75,7 @@ def right(chains: Chains) -> list[tuple[int, ...]]:
     return emitted
 
 
-def test_it_emits_the_targets_own_text() -> None:
+def test_longest_match_emits_the_target_text() -> None:
     chains, target, noise = drawn()
     emitted = texts(chains, verify_certain(chains, target, noise))
     assert emitted == right(chains)

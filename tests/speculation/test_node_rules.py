@@ -1,6 +1,4 @@
-"""Node rules are exact and as good as they should be: every draft enumerated, golden vectors at
-1e-9.
-"""
+"""Node rules are exact and as good as they should be, by enumeration."""
 
 from __future__ import annotations
 
@@ -157,9 +155,7 @@ def test_every_rule_emits_the_target_law(seed: int, n: int, vocabulary: int, nam
 
 @pytest.mark.parametrize("name", RULES)
 def test_absent_chains_change_nothing(name: str) -> None:
-    """Chains that have died leave holes between those alive; the law is that of the drafts that are
-    left.
-    """
+    """Dead chains leave holes between those alive."""
     rule, method, _ = RULES[name]
     p, q = random_laws(6, 4)
     for n in (1, 2):
@@ -200,9 +196,7 @@ def test_large_vocabularies_reach_the_optimum(vocabulary: int) -> None:
 
 
 def test_float32_rows_at_the_edges() -> None:
-    """Rows that miss 1, tiny and huge ratios: laws stay laws and never leave the target's
-    support.
-    """
+    """Rows that miss 1, tiny and huge ratios."""
     target = torch.rand(6, 40).softmax(-1) * (1 + 3e-7)
     draft = torch.rand(6, 40).softmax(-1) * (1 - 3e-7)
     target[0, 5:] = 0
@@ -222,9 +216,7 @@ def test_float32_rows_at_the_edges() -> None:
 
 
 def test_linear_program_of_rows_that_are_scaled_or_cannot_be() -> None:
-    """Laws count by their proportions; drafts that q never draws leave the target law, and other
-    rows theirs.
-    """
+    """Drafts that q never draws leave the target law, and other rows theirs."""
     p, q = (torch.tensor([law], dtype=torch.float64) for law in ([0.5, 0.3, 0.2, 0.0], [0.1, 0.3, 0.6, 0.0]))
     drafted, present = torch.tensor([[2, 0]]), torch.ones(1, 2, dtype=torch.bool)
     alone = ot_lp(p, q, drafted, present)

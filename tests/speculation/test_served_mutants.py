@@ -1,6 +1,4 @@
-"""Rules that are nearly right, patched into the code that serves: the check of
-`test_served_rules.py` rejects each.
-"""
+"""Nearly right rules, patched into the code that serves, are rejected."""
 
 from __future__ import annotations
 
@@ -151,9 +149,7 @@ def forgotten_layers(rule: str) -> Patch:
 
 
 def published_acceptance() -> Patch:
-    """The race's winner is judged as a chain that was drawn alone, not as the one selected among
-    several.
-    """
+    """The race's winner is judged as a chain that was drawn alone."""
 
     def alone(right: Any, chains: Chains) -> tuple[Tensor, Tensor]:
         chain_BK, exists_BK = right(chains)
@@ -201,9 +197,7 @@ MUTANTS: list[tuple[str, str, str, Callable[[], Patch]]] = [
 
 
 GENERIC = ((0, (4,)), (3, (3, 1)), (6, (3,)), (0, (2, 2)))
-"""Worlds without corners, and the shapes that meet them: where duplicates and several refusals are
-common.
-"""
+"""Worlds and shapes with many duplicates and several refusals."""
 
 
 def fits_under(rule: str, method: str, shapes: str, kernels: Kernels = KERNELS) -> tuple[Fit, Fit]:
@@ -252,8 +246,6 @@ def test_numbers_that_chose_the_chain_must_not_decide_about_it(number: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["greedy_block", "spectr_gbv"])
 def test_older_layers_must_not_be_forgotten(rule: str) -> None:
-    """The wrong variant: after a block only its own change holds, although an older one's window
-    goes on.
-    """
+    """The wrong variant forgets an older window that goes on."""
     with instead(greedy_block, "shifts_after", lambda right, *parts: right(*parts[:2], None, *parts[3:])):
         assert min(found.p_value for found in fits(rule, kinds_with_layers(rule))) < ALPHA

@@ -1,5 +1,4 @@
-"""The rules that serve, as they serve: `RULES[name].verify` itself, over drawn drafts and drawn
-noise.
+"""The rules that serve: `RULES[name].verify` over drawn drafts and noise.
 
 The enumeration of a rule is exact, but it is put together from the rule's parts; here the function
 that the engine calls decides about tens of thousands of requests, and what it gives is compared
@@ -31,9 +30,7 @@ from tests.speculation.served import KERNELS, Batch, Fit, NoiseOf, RequestCase, 
 
 ALPHA = 1e-6
 NUM_REQUESTS = 66_000
-"""Requests of every rule and draft method, in two batches or three; every request takes a step or
-more.
-"""
+"""Requests of every rule and draft method, in two batches or three."""
 
 CORNERS = ("generic", "zeros", "near", "generic", "ties", "equal", "generic", "disjoint", "near")
 CHAINS = ((2, 1), (1, 1, 1), (3, 1), (), (1, 1), (2, 1, 1), (2,), (1,), (4, 1), (2, 1, 1))
@@ -91,9 +88,7 @@ def fits(
     noise: NoiseOf | None = None,
     kernels: Kernels = KERNELS,
 ) -> tuple[Fit, Fit]:
-    """Return the fit of a served rule's first steps to the enumeration, and of its texts to the
-    target's law, over all cases.
-    """
+    """Return the fits of first steps to the enumeration, and of texts to the target."""
     batch = Batch(kinds, num_requests // len(kinds), 1, dtype, kernels)
     steps, texts = Fit(), Fit()
     for kind, emitted in zip(kinds, batch.run(RULES[rule].verify, num_tokens, noise), strict=True):
@@ -104,9 +99,7 @@ def fits(
 
 
 def fits_of(rule: str, method: str, shapes: str, turn: int, kernels: Kernels = KERNELS) -> tuple[Fit, Fit]:
-    """Return the fits of a case: to laws as a serving engine has them, in float32, and as the
-    enumeration has them.
-    """
+    """Return a case's fits: to laws in float32, as served, and as enumerated."""
     kinds, dtype = kinds_of(rule, method, shapes, turn), torch.float64 if turn else torch.float32
     if RULES[rule].max_vocabulary is None:
         num_requests = NUM_REQUESTS // sum(case[:2] == (rule, method) for case in CASES)
@@ -127,9 +120,7 @@ def test_served_rule_has_its_enumerated_law_and_the_target_s(rule: str, method: 
 
 
 def with_layers(rule: str, fanout: tuple[int, ...], world: int, num_blocks: int) -> RequestCase:
-    """Requests that are inside the windows of earlier blocks, each of which refused what it
-    could.
-    """
+    """Requests inside the windows of earlier blocks, which refused what they could."""
     kind = RequestCase(world_of(4, world), fanout)
     for _ in range(num_blocks):
 
@@ -186,11 +177,10 @@ def test_seeds_give_the_same_law(rule: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", grid(["token", "block", "bv_race"], {"block"}))
 def test_tiles_decide_as_rows_do(rule: str) -> None:
-    """Few requests, because Triton's interpreter is slow, but every draft and every decision is the
-    same.
+    """Few requests, because Triton's interpreter is slow.
 
-    All the other tests of this file go through the compiled kernels of their device where laws are
-    in float32.
+    All the other tests of this file go through the compiled kernels of their device where
+    laws are in float32.
     """
     triton = pytest.importorskip("engine.cuda.kernels")
     kinds = kinds_of(rule, "iid", "chains", 0)
@@ -205,9 +195,7 @@ def test_tiles_decide_as_rows_do(rule: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
 def test_numbers_at_the_ends_accept_nothing_impossible(rule: str, number: float) -> None:
-    """Neither 0 nor the last number below 1 makes a token of the target out of one that has no mass
-    there.
-    """
+    """Neither 0 nor the last number below 1 emits a token without mass."""
     method = RULES[rule].draft_methods[0]
     kinds = [RequestCase(world_of(5, 7), shape, method) for shape in ((1,), (1, 1), (), (1, 1, 1))]
     kinds += [] if RULES[rule].max_drafts == 1 else [RequestCase(world_of(5, 7), (2, 1), method)]
@@ -225,9 +213,7 @@ def test_numbers_at_the_ends_accept_nothing_impossible(rule: str, number: float)
 
 
 def test_a_batch_in_which_nothing_is_drafted() -> None:
-    """Then there are no depths at all. The race verifies such rows, and no other rule sees them
-    (`verify._rule_of`).
-    """
+    """The race verifies such rows, and no other rule sees them (`verify._rule_of`)."""
     for served_fit in fits(
         "bv_race", [RequestCase(world_of(5, 0), ()), RequestCase(world_of(5, 1), ())], num_requests=4000, num_tokens=2
     ):

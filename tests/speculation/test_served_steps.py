@@ -1,5 +1,4 @@
-"""A whole step without a model: drafts drawn, text drafts followed, every rule's rows verified
-together.
+"""A whole step without a model: drafting, text drafts, every rule's verdict.
 
 `draw_chains` and `verify_chains` as the engine calls them, on logits that are looked up in a small
 world. What a row emits is completed by the target to three tokens, whose law must be the target's
@@ -70,9 +69,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "seed-stable": {**drafts("bv_race", 2, 1), "sampling": {"seed_stable": True}},
     "first token": drafts("spectr_gbv", 2, 1),
 }
-"""Fields of the rows by kind; of the last one, which changes the targets of later positions, one
-token counts.
-"""
+"""Fields of the rows by kind; of the last one, one token counts."""
 
 
 @dataclass
@@ -150,9 +147,7 @@ def law_below(path: Path, sampling: dict[str, Any]) -> Law:
 
 
 def fits(names: Sequence[str] = tuple(ROWS), seed: int = 0, most_unmerged: int = 0) -> dict[str, Fit]:
-    """Return, by type of row, the fit of the texts to the target's law; rows without text drafts if
-    trees are not merged.
-    """
+    """Return the fit of each row type's texts; without text drafts if not merged."""
     count = len(names)
     fields = {
         name: {**ROWS[name], "text_drafts": () if most_unmerged else ROWS[name].get("text_drafts", ())}
@@ -213,9 +208,7 @@ def shared_numbers(uniform: Any, seed: Any, position: Any, purpose: Any, chain: 
     [("refuse", lambda *_: None), ("uniform", shared_numbers)],
 )
 def test_wrong_steps_are_rejected(name: str, wrong: Callable[..., Any]) -> None:
-    """One variant verifies with the whole law after a refused text draft; another uses one number
-    twice.
-    """
+    """The whole law after a refused text draft; one number used twice."""
     with instead(verifying, name, wrong):
         # Because of a rule that no kernel has, plain operations verify the step.
         fit_by_row = fits(("text drafts alone", "bv_race with text drafts", "block with text drafts", "one text draft"))
@@ -223,9 +216,7 @@ def test_wrong_steps_are_rejected(name: str, wrong: Callable[..., Any]) -> None:
 
 
 def test_emissions_follow_the_tree_of_their_row() -> None:
-    """Accepted tokens are a path of the row's own tree, and counts of text drafts are of what is in
-    it.
-    """
+    """Counts of text drafts are of what is in the row's tree."""
     names = tuple(ROWS)
     rows = [row_of(i, {**ROWS[names[i % len(names)]], "reports_drafts": i < 100}) for i in range(300)]
     draft, emissions = step(rows)
@@ -285,9 +276,7 @@ def test_over_acceptance_has_its_own_law_and_reports_its_bias(residual: str) -> 
 
 
 def test_refused_tokens_leave_what_they_must() -> None:
-    """Nothing refused changes nothing; a law of which nothing would be left stays; others are
-    scaled to 1.
-    """
+    """A law of which nothing would be left stays; others are scaled to 1."""
     laws = torch.tensor([[0.5, 0.25, 0.25], [0.5, 0.5, 0.0], [0.2, 0.3, 0.5]])
     for refused, expected in (
         ([(), ()], [[0.5, 0.25, 0.25], [0.5, 0.5, 0.0]]),
@@ -302,9 +291,7 @@ def test_refused_tokens_leave_what_they_must() -> None:
 
 
 def test_chains_continue_at_the_depth_where_each_walk_ends() -> None:
-    """Requests whose chains go on from other depths, and one that keeps its first chain without
-    tokens.
-    """
+    """Also a request that keeps its first chain without tokens."""
     number_CX = torch.arange(5).unsqueeze(1) * 10 + torch.arange(4)
     laws_NV = torch.zeros((60, 3))
     leads_CL = torch.tensor([[True, True, False]] * 5)
@@ -338,9 +325,7 @@ def test_chains_continue_at_the_depth_where_each_walk_ends() -> None:
 
 
 def test_a_text_draft_that_cannot_follow_is_not_followed() -> None:
-    """Whatever the number; the next one is not, either, and its share begins where the last one's
-    ends.
-    """
+    """The next one is not, either, and its share begins where the last one's ends."""
     tree = merge_chains([[1], [2, 0], [3]])
     assert walk(tree, 0, {1: 0.0, 2: 0.0, 3: 0.5, 4: 0.0}, [0.0, 0.0]).refused == [1, 2, 3]
     shares = {1: 0.25, 2: 0.25, 3: 0.0, 4: 0.25}

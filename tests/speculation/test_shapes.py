@@ -1,5 +1,4 @@
-"""Shapes that depend on drafted tokens, and trees with a stem: what keeps the rules exact, by
-enumeration.
+"""Shapes that depend on drafted tokens, and trees with a stem, by enumeration.
 
 docs/speculation-rules.md proves both. No stem is served, because none was predicted to pay.
 """
@@ -44,11 +43,10 @@ def lowest_score(weight: float, num_branches: int) -> float:
 def below_a_stem(
     model: TabularModel, stem: int, num_branches: int, limit: Callable[[float, int], float] = lowest_score
 ) -> list[RuleOutcome]:
-    """Enumerate block verification of a stem whose last test is made with the smallest score of the
-    branches.
+    """Enumerate a stem whose last test uses the smallest score of the branches.
 
-    limit: the score up to which the winner of the branches is emitted, given the weight of the
-    stem's last token.
+    limit: the score up to which the winner of the branches is emitted, given the weight of
+    the stem's last token.
     """
     every = EveryChain.of(replace(model, length=stem))
     known = blocks(every.chains, every.target)
@@ -126,16 +124,12 @@ def test_the_race_below_a_stem_accepts_more_than_traversal() -> None:
 
 
 def first_unlikely(model: TabularModel, path: Path, least: float = 0.3) -> int:
-    """Return the number of tokens up to the first one after which the draft's probability of the
-    chain is small.
-    """
+    """Return the tokens up to the first after which the draft is improbable."""
     return next((n for n in range(1, len(path)) if joint(model.draft, path[:n]) < least), len(path))
 
 
 def cut(model: TabularModel, dropped: int = 0) -> EveryChain:
-    """Return every path, cut after its first unlikely prefix; dropped: tokens that are taken away
-    before it.
-    """
+    """Return every path cut after its first unlikely prefix; dropped: tokens before it."""
     every = EveryChain.of(model)
     lengths = [max(0, first_unlikely(model, path) - dropped) for path in every.paths]
     return replace(every, chains=replace(every.chains, length_C=torch.tensor(lengths)))
@@ -151,17 +145,13 @@ CUT_RULES: dict[str, Callable[[EveryChain], list[RuleOutcome]]] = {
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from(sorted(CUT_RULES)), st.sampled_from(["any", "dense"]))
 def test_chains_may_end_where_their_own_tokens_say(seed: int, rule: str, kind: str) -> None:
-    """Whether a node has a child may depend on the node's path, as a confidence of the draft
-    does.
-    """
+    """Whether a node has a child may depend on the node's path."""
     model = random_model(seed, length=LENGTH, kind=kind)
     assert distance_from_target(model, CUT_RULES[rule](cut(model))) < 1e-11
 
 
 @pytest.mark.parametrize("rule", CUT_RULES)
 def test_a_token_must_not_decide_whether_it_is_verified(rule: str) -> None:
-    """A chain that is cut before its unlikely token: the token's draft distribution is no longer
-    the one assumed.
-    """
+    """The token's draft distribution is no longer the one assumed."""
     models = [random_model(seed, length=LENGTH, kind="dense") for seed in range(3)]
     assert min(distance_from_target(model, CUT_RULES[rule](cut(model, dropped=1))) for model in models) > 1e-3

@@ -1,6 +1,4 @@
-"""Yin et al.'s theorems and the gap to the optimum: golden vectors at 1e-9, brute force where there
-is any.
-"""
+"""Yin et al.'s theorems and the gap to the optimum."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Rules that are nearly right, and by how much they are wrong: the tests must catch every wrong
-rule.
+"""Rules that are nearly right, and by how much they are wrong.
 
 `python -m tests.speculation.wrong` prints the table of docs/speculation-rules.md.
 """
@@ -31,9 +30,7 @@ from tests.speculation.exact import distance_from_target, outcomes_of, random_mo
 
 
 def published_spectr_gbv(model: TabularModel, num_chains: int) -> list[RuleOutcome]:
-    """A wrong rule: SpecTr-GBV as its authors' code accepts and redraws; chains are tried one after
-    another.
-    """
+    """A wrong rule: SpecTr-GBV as its authors' code accepts and redraws."""
 
     def ceiling(node: Path) -> float:
         p = joint(model.target, node)
@@ -73,9 +70,7 @@ def published_spectr_gbv(model: TabularModel, num_chains: int) -> list[RuleOutco
     def go_down(
         chains: tuple[Path, ...], accepted: Path, rejected: frozenset[Path], probability: float, depth: int
     ) -> None:
-        """The rest of the first chain, from below `depth`; nodes that were rejected before are not
-        tried again.
-        """
+        """Walk the rest of the first chain, from below `depth`."""
         if probability <= 0:
             return
         for below in range(depth + 1, model.length):
@@ -111,9 +106,7 @@ def race_of_shared_trunks(model: TabularModel) -> list[RuleOutcome]:
 
 
 def redrawn(outcomes: Sequence[RuleOutcome], verified: Rows, model: TabularModel) -> list[RuleOutcome]:
-    """The outcomes when chains are drawn from `model.draft` but were verified as drawn from
-    `verified`.
-    """
+    """Return outcomes of chains drawn from `model.draft`, verified as from `verified`."""
     return [
         replace(o, probability=o.probability * joint(model.draft, o.path) / joint(verified, o.path)) for o in outcomes
     ]
@@ -153,9 +146,7 @@ def skipped_duplicates(model: TabularModel) -> list[RuleOutcome]:
 
 
 def inconsistent_ties(model: TabularModel) -> list[RuleOutcome]:
-    """Greedy drafts whose verification takes the other one of two equally likely tokens for the top
-    one.
-    """
+    """Greedy drafts whose verification takes the other of two equally likely tokens."""
 
     def other(target: Tensor, draft: Tensor, drafted: Tensor, present: Tensor) -> Tensor:
         if drafted.shape[1] < 2:

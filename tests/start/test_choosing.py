@@ -1,6 +1,4 @@
-"""Every operation of the kernels gives what plain torch gives, and one that does not is found at
-start and replaced.
-"""
+"""Every kernel gives what plain torch gives, or is replaced at start."""
 
 from __future__ import annotations
 
@@ -53,14 +51,14 @@ def test_the_specification_and_the_cases_have_every_operation() -> None:
 
 
 @pytest.mark.parametrize("compiler", OWN)
-def test_what_a_compiler_has_is_known(compiler: str) -> None:
+def test_compiler_operations_are_listed(compiler: str) -> None:
     kind = kernels_of(compiler)
     assert {name for name in CASES if getattr(kind, name) is not getattr(Kernels, name)} == set(OWN[compiler])
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("compiler", "name"), grid(EVERY, [case for case in EVERY if case[0] == "Numba"]))
-def test_operations_give_what_torch_gives(compiler: str, name: str) -> None:
+def test_operations_equal_torch(compiler: str, name: str) -> None:
     assert find_fault(kernels_of(compiler)(), name, CASES[name]) is None
 
 

@@ -72,7 +72,7 @@ def test_a_right_rule_passes_and_a_biased_one_is_found(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-def test_a_wrong_rule_is_found(engine: Engine, wrong_race: None) -> None:
+def test_wrong_rule_fails_the_distribution_check(engine: Engine, wrong_race: None) -> None:
     prompt = make_prompt(engine, seed=1)
     assert check_distribution(engine, "wrong", RACE, prompt, num_answers=3000, temperature=1.0).rejected
 
@@ -117,7 +117,7 @@ def test_the_command_fails_on_a_wrong_rule(
     assert "FAILED: bv_race" in capsys.readouterr().err
 
 
-def test_a_pair_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_models_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["selfcheck", "--target", str(tmp_path / "none"), "--draft", str(tmp_path / "none")]) == 2
     assert main(["selfcheck", "--target", str(tmp_path)]) == 2
     assert "name both --target and --draft" in capsys.readouterr().err

@@ -91,12 +91,10 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         (None, {"scheduler": SchedulerConfig(max_model_len=300)}, "target reaches 64 positions; lower it to 64"),
     ],
 )
-def test_what_is_wrong_is_found_before_weights_are_read(
+def test_faults_are_found_before_weights_are_read(
     tmp_path: Path, draft: str | None, parts: dict[str, object], reason: str
 ) -> None:
-    """Both models, lengths, rules and caps: loading a large target first would take minutes to say
-    it.
-    """
+    """Loading a large target first would take minutes."""
     words = {"a": 0, "b": 1, "c": 2}
     target = saved(tmp_path / "target", words=words)
     saved(tmp_path / "draft", words=words)
@@ -167,12 +165,10 @@ ATTENTION = "model.layers.1.self_attn"
         (f"{ATTENTION}.attn.bias", "silent"),
     ],
 )
-def test_tensors_without_a_place_are_not_dropped_in_silence(
+def test_unplaced_tensors_are_refused_or_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str, outcome: str
 ) -> None:
-    """Tensors that change the numbers of an existing module are refused; parts that the model lacks
-    are named once.
-    """
+    """Tensors that change an existing module are refused; others are named once."""
     from safetensors.torch import load_file, save_file
 
     folder = saved(tmp_path)
@@ -198,9 +194,7 @@ def test_truncated_weights_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_end_that_only_the_tokenizer_names_ends_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The engine, its grammars and the facts that the server gets have the same ends; a model
-    without any is named.
-    """
+    """Engine, grammars and facts have the same ends; a model without any is named."""
     name = saved(tmp_path, words={"a": 0, "b": 1, "end": 2})
     progress: list[str] = []
     assert build_engine(engine_config(name)).facts.eos_token_ids == []
@@ -232,9 +226,7 @@ def test_unlike_vocabularies_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_draft_with_a_padded_head_is_served(tmp_path: Path) -> None:
-    """Same tokenizer, differently padded output heads: the draft's distribution is cut or filled to
-    the target's.
-    """
+    """The draft's distribution is cut or filled to the target's."""
     words = {"a": 0, "b": 1, "c": 2}
     target = saved(tmp_path / "target", words=words)
     for size in (48, 80):
@@ -247,7 +239,7 @@ def test_a_draft_with_a_padded_head_is_served(tmp_path: Path) -> None:
         assert len(result.tokens["0"]) == 24
 
 
-def test_a_half_empty_target_config_is_not_a_model(tmp_path: Path) -> None:
+def test_incomplete_target_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "not-a-model"}))
     with pytest.raises(ConfigError, match="no readable transformers config"):
         build_engine(engine_config(str(tmp_path)))

@@ -39,10 +39,8 @@ def facts() -> object:
 
 
 @pytest.mark.slow
-def test_what_a_step_needs_is_kept_back_from_the_pool(facts: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workspace, and what recorded steps write; torch gives back what it has cached before it is
-    asked what is free.
-    """
+def test_step_workspace_is_reserved(facts: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workspace, and what recorded steps write."""
     called = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("given back"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (called.append("asked"), (60 * GIB, 80 * GIB))[1])
@@ -125,10 +123,8 @@ def test_a_draft_window_leaves_the_target_the_memory_of_the_rest(facts: object) 
     assert tokens(8000) == [216_000, 216_000]
 
 
-def test_the_workspace_is_that_of_what_requests_draft_by_default(facts: object) -> None:
-    """All nodes of trees, and text drafts in addition to drawn chains, or alone if there is no
-    draft model.
-    """
+def test_workspace_covers_default_drafts(facts: object) -> None:
+    """All nodes of trees, and text drafts, also without a draft model."""
 
     def rows(config: EngineConfig) -> float:
         few = msgspec.structs.replace(config, cache=CacheConfig(memory_bytes=8 * GIB))
@@ -180,9 +176,7 @@ def test_angles_of_positions_are_made_before_the_pool_is_sized() -> None:
 
 
 def test_the_context_is_the_models_if_the_pool_holds_it(caplog: pytest.LogCaptureFixture) -> None:
-    """A shorter one that the operator has not chosen is logged with its reason; one of a few tokens
-    is refused.
-    """
+    """A shorter one is logged with its reason; one of a few tokens is refused."""
     reach = 131_072
     target = replace(tiny.llama(1), max_positions=reach)
     draft = replace(tiny.llama(2), max_positions=4096)

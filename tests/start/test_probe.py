@@ -1,6 +1,4 @@
-"""The probe at start: faults of a path and of numbers are found, and rounding alone is not a
-fault.
-"""
+"""The probe at start finds faults; rounding alone is not a fault."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ WITHOUT_COMPACTION = (runner.ModelRunner, "keep", lambda *_: None)
 
 @pytest.mark.parametrize("fault", ["causal", "positions", "compaction", "window", "not finite"])
 @pytest.mark.filterwarnings("ignore")
-def test_the_probe_catches_a_wrong_path(fault: str) -> None:
+def test_probe_rejects_a_wrong_path(fault: str) -> None:
     """Each part of the paged path that could be wrong makes the probe refuse."""
     if fault == "window":
         config = transformers.MistralConfig(**SMALL, sliding_window=6)
@@ -70,9 +68,7 @@ def test_the_probe_catches_a_wrong_path(fault: str) -> None:
 
 
 def test_all_ranks_decide_alike_whether_passes_are_recorded(tmp_path: Path) -> None:
-    """They make the same passes together: rank 0 alone would wait for the others in the passes that
-    only they make.
-    """
+    """Rank 0 alone would wait for the others in passes that only they make."""
     name = saved(tmp_path)
 
     def whole(from_pretrained: Any, name: str, tp_plan: str | None = None, **more: Any) -> Any:
@@ -94,9 +90,7 @@ def test_all_ranks_decide_alike_whether_passes_are_recorded(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("is_share", [False, True])
 def test_a_rank_without_memory_does_not_go_on_alone(tmp_path: Path, is_share: bool) -> None:
-    """The others wait for its share of the pass that failed; a whole model tries the next
-    backend.
-    """
+    """A whole model tries the next backend."""
     loaded = replace(load(saved(tmp_path), None, "float32", torch.device("cpu")), is_share=is_share)
     shape, tried = probe.find_kv_shape(loaded), []
 
@@ -117,9 +111,7 @@ def test_a_rank_without_memory_does_not_go_on_alone(tmp_path: Path, is_share: bo
 
 
 def test_large_logits_may_differ_by_their_rounding() -> None:
-    """In bfloat16 a logit of 13 has neighbours 1/16 away, which is much where logits have a small
-    spread.
-    """
+    """In bfloat16 a logit of 13 has neighbours 1/16 away."""
     plain = torch.linspace(-0.3, 0.3, 1000).sin()[None] + 12.9
     neighbour, far = plain.clone(), plain.clone()
     neighbour[0, 500] += 1 / 16

@@ -99,9 +99,7 @@ class Checked:
         assert first == chains.num_chains
 
     def walks(self, draft: Draft, rows: Sequence[Row], target: ProbsTable, emissions: Sequence[Emission]) -> None:
-        """Text drafts are followed by their distributions and numbers; what was refused is not
-        emitted.
-        """
+        """Check that text drafts are followed by their distributions and numbers."""
         found = verify._walks(rows, draft, target.probs_NV)
         assert list(found) == [number for number, row in enumerate(rows) if row.text_drafts]
         for number, taken in found.items():
@@ -143,9 +141,7 @@ class Checked:
             assert float(found[at]) == float(uniform(*name, purpose, rank)[0])
 
     def tokens_are_drawn(self, draft: Draft, row: Row, first: int) -> None:
-        """Children of a node by its method and by the numbers of the first chains through them,
-        which lead them.
-        """
+        """Check the children of nodes by method and numbers of their first chains."""
         chains = draft.chains
         for depth, width in enumerate(row.widths):
             count, apart = row.fanout[depth], row.num_drafts // width
@@ -169,9 +165,7 @@ class Checked:
                         )
 
     def order(self, row: Row, path: list[int]) -> np.ndarray:
-        """Return the scores whose largest are a deterministic row's drafts: its logits, or the race
-        of its tokens.
-        """
+        """Return the scores whose largest are a deterministic row's drafts."""
         text = self.texts[row.sequence_id]
         with torch.inference_mode():
             logit = self.draft(input_ids=torch.tensor([[*text, *path]]), use_cache=False).logits[0, -1].numpy()
@@ -247,9 +241,7 @@ class Checked:
 
     @staticmethod
     def text_drafts(draft: Draft, row: Row, number: int, emission: Emission, path: list[int]) -> None:
-        """A node counts for the first text draft through it; with drawn chains, some of the path
-        may be theirs.
-        """
+        """Check that nodes count for the first text draft through them."""
         tree, seen = draft.trees[number], {0}
         assert [one.name for one in emission.text_draft_counts] == [one.source for one in row.text_drafts]
         for one, chain in zip(emission.text_draft_counts, tree.paths[row.first_text_draft :], strict=True):
@@ -260,9 +252,7 @@ class Checked:
             seen |= set(chain)
 
     def gap(self, plan: Plan, draft: Draft, step: int, before: StepVerdict, after: StepVerdict) -> None:
-        """On a share of the steps that of one row, from its distributions at the root and the first
-        drafted tokens.
-        """
+        """Check the gap of observed rows, from their distributions."""
         chance, choice = uniform(0, step, Purpose.OBSERVE, 0, np.arange(2))
         rows = plan.sampling_rows
         number = int(choice * len(rows))

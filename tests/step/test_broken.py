@@ -1,6 +1,4 @@
-"""A request for which a model gives no finite numbers ends alone; its neighbours' answers stay what
-they were.
-"""
+"""A request with non-finite numbers ends alone."""
 
 from __future__ import annotations
 
@@ -141,9 +139,7 @@ def test_a_draft_models_numbers_count_too(shape: str, at_once: bool) -> None:
     [(("keys", "values"), 0), (("keys",), 0), (("values",), 0), (("keys", "values"), 12)],
 )
 def test_broken_keys_and_values_are_wiped(names: tuple[str, ...], draft_window: int) -> None:
-    """A request that reads them ends, and the next owner of the blocks answers as if nothing had
-    been there.
-    """
+    """The next owner of the blocks answers as if nothing had been there."""
     asked = requests(SHAPES["bv_race"])
     sizes = {"num_blocks": 32, "draft_window": draft_window, "max_num_seqs": 4}
     expected, _ = run(engine(**sizes), asked)
@@ -177,9 +173,7 @@ def test_broken_keys_and_values_are_wiped(names: tuple[str, ...], draft_window: 
 
 @pytest.mark.parametrize("shape", ["plain", "bv_race"])
 def test_a_shared_beginning_of_a_broken_request_stays(shape: str) -> None:
-    """Neighbours hold the same blocks, and who asks the same later finds them, or computes them
-    again.
-    """
+    """Neighbours hold the same blocks, and later requests find or compute them."""
     beginning = range(5, 45)
     asked = [tiny.request(str(i), [*beginning, 50 + i], SHAPES[shape], 20, seed=i, temperature=1.0) for i in range(3)]
     expected = {one.request_id: run(engine(), [one])[0][one.request_id] for one in asked}
@@ -192,10 +186,8 @@ def test_a_shared_beginning_of_a_broken_request_stays(shape: str) -> None:
     assert run(machine, asked)[0] == expected
 
 
-def test_a_broken_request_whose_blocks_all_belong_to_others_too_ends_alone() -> None:
-    """Nothing of it can be wiped. Its prompt fills whole blocks, which a longer one that comes with
-    it shares.
-    """
+def test_broken_request_with_shared_blocks_ends_alone() -> None:
+    """Nothing of it can be wiped."""
     machine = engine()
     size = machine.facts.block_size
     short = tiny.request("1", range(5, 5 + 2 * size), SHAPES["plain"], 4, temperature=1.0)

@@ -1,6 +1,4 @@
-"""Results of a step are attributed to the rows that they belong to: non-finite numbers, logits,
-logprobs.
-"""
+"""Results of a step belong to the right rows: logits, logprobs, broken numbers."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def rows(times: int = 1) -> list[Row]:
 
 
 def test_a_number_that_is_not_finite_ends_the_row_that_it_belongs_to() -> None:
-    """Each number alone, of the target's nodes and of the draft's distributions; and two of
-    them.
-    """
+    """Each number alone, of the target's nodes and the draft's distributions."""
     plan = Plan(tuple(rows()))
     draft, _ = step(plan.rows)
     owners = [{10 + number} for number, tree in enumerate(draft.trees) for _ in range(1 + tree.num_nodes)]
@@ -81,9 +77,7 @@ def test_chains_that_no_row_drafts_end_none(num_rows: int, fanout: tuple[int, ..
 
 
 def test_logits_of_prompts_are_split_from_those_of_nodes() -> None:
-    """With and without an emission after the prompt's part; rows that read without logprobs have no
-    logits.
-    """
+    """Rows that read without logprobs have no logits."""
     sampling = [row_of(0, TREE), row_of(1, OFF), row_of(2, RACE), row_of(3, OFF)]
     draft, _ = step(sampling)
     first, second, third, last = sampling
@@ -134,9 +128,7 @@ def test_emitted_tokens_have_the_logprobs_of_their_nodes() -> None:
 
 
 def test_prompts_have_the_logprobs_of_their_tokens() -> None:
-    """In order, of each row as many likeliest tokens as it asks for; a step without drafts has
-    them, too.
-    """
+    """A step without drafts has them, too."""
     wanted = [((2, 3), 1), ((), 0), ((0, 1, 2), 0)]
     plan = Plan(
         tuple(

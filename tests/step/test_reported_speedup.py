@@ -1,6 +1,4 @@
-"""The speedup that steps report, on a simulated clock where plain decoding's time is known, and the
-plain steps of an idle engine.
-"""
+"""The speedup that steps report, on a simulated clock with a known plain time."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ MACHINE = Machine(noise=0.05, prompt_s=0.0003, read_s=5e-5)
 
 
 def true_and_reported(num_requests: int, times: float = 1.0) -> tuple[float, float]:
-    """Return the speedup of a fixed shape whose plain pace is known from steps at a start, when the
-    machine was faster by a factor; and the reported speedup.
-    """
+    """Return (true, reported) speedup of a fixed shape, with plain steps from the start."""
     load: tuple[Any, ...] = (0.75, num_requests, 20, 30)
     plain = Server(replace(MACHINE, times=times), *load, fixed=PLAIN).rate(800)
     server = Server(replace(MACHINE), *load, fixed=PLAIN)
@@ -71,10 +67,8 @@ STEPS = st.lists(st.tuples(st.booleans(), st.sampled_from([0, 3, 100]), st.float
 
 
 @given(steps=STEPS, times=st.sampled_from([0.02, 1.0, 20.0]))
-def test_no_load_and_no_machine_claims_a_gain(steps: list[tuple[bool, int, float]], times: float) -> None:
-    """Steps drafted, or not, with prompts or without, and took any time on a machine that is not as
-    it was at start; no draft was accepted.
-    """
+def test_speedup_is_at_most_one_without_accepted_drafts(steps: list[tuple[bool, int, float]], times: float) -> None:
+    """No draft was accepted, and the machine is not as it was at start."""
     served = Served()
     served.machine.times = times
     timing = Timing()

@@ -123,7 +123,7 @@ def run_all() -> tiny.Run:
 
 
 @pytest.mark.sole("inputs of steps")
-def test_every_step_is_what_the_plan_asks_for(checked: Checked) -> None:
+def test_steps_follow_the_plan(checked: Checked) -> None:
     run = run_all()
     assert all(len(tokens) == 12 for tokens in run.tokens.values())
     assert checked.seen["gap"] > 3
@@ -132,10 +132,8 @@ def test_every_step_is_what_the_plan_asks_for(checked: Checked) -> None:
 
 
 @pytest.mark.slow
-def test_every_step_is_so_where_equal_nodes_stay_apart(checked: Checked) -> None:
-    """The host learns the tokens with the verdict; what is emitted is the same as with merged
-    trees.
-    """
+def test_steps_without_merging_emit_the_same(checked: Checked) -> None:
+    """What is emitted is the same as with merged trees."""
     wanted = [one for one in requests() if one.speculation.drafters == ("model",) and one.request_id not in EDITED]
     engine = build()
     engine.unrecorded.most_unmerged = 1000

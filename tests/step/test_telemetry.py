@@ -30,9 +30,7 @@ class LateDevice:
 
 
 def test_phases_are_as_long_as_the_device_takes() -> None:
-    """The host has given the device its work long before that is done; reading the verdict takes
-    the rest.
-    """
+    """The host waits for the device while it reads the verdict."""
     device = LateDevice({0: 0.001, 1: 0.03, 2: 0.002}, last_is_done=False)
     stopwatch = Stopwatch(device)
     stopwatch.start()

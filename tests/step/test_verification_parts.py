@@ -70,7 +70,7 @@ def test_a_race_of_one_chain_is_block_verification() -> None:
     assert run.num_accepted > 10
 
 
-def test_certain_rows_keep_their_own_rule() -> None:
+def test_greedy_rows_use_their_own_rule() -> None:
     certain = requests(RACE, BLOCK, PLAIN, temperature=0.0)
     answers = tiny.run(tiny.build(TARGET, DRAFT), certain).tokens
     assert answers["0"] == answers["1"] == answers["2"]
@@ -114,9 +114,7 @@ def test_the_race_and_block_verification_share_a_part() -> None:
 
 
 def test_parts_stay_within_their_memory() -> None:
-    """1,000 bytes, of which a chain needs 100 (10 where kernels keep sums of tiles only); one row
-    is always taken.
-    """
+    """A chain needs 100 of 1,000 bytes (10 with sums of tiles); a row is always taken."""
 
     def sizes(rows: list[Row], by_tiles: bool = False) -> list[int]:
         found = parts(rows, by_tiles=by_tiles, most_bytes=1000, chain_bytes=10)

@@ -23,9 +23,8 @@ class Buffers(NamedTuple):
     is_head: bool
     most_pages: int
     spare_blocks: Mapping[str, int]
-    """The last block of each model that has a block table, for the K/V of padding."""
+    """Last block of each model with a block table, for the K/V of padding."""
     logits_NV: Tensor
-    """Logits of the target."""
     draft_probs_NV: Tensor
 
     @staticmethod

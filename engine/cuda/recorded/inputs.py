@@ -34,19 +34,16 @@ Bools = npt.NDArray[np.bool_]
 Array = npt.NDArray[Any]
 
 NUM_TEXT = 2
-"""Tokens of the text whose draft K/V may be missing.
-
-They are the last accepted token, which the draft model never read, and the rule's next token.
-"""
+"""Last tokens that may lack draft K/V: the last accepted one, and the rule's next one."""
 
 
 class Distributions(NamedTuple):
     """Operations that make the distributions of a step."""
 
     any_greedy: bool
-    """Whether any request takes the most likely token."""
+    """Whether a request takes the most likely token."""
     filters: tuple[str, ...]
-    """Filters that change the distribution of any request."""
+    """Filters that change a request's distribution."""
 
     def can_make(self, other: Distributions) -> bool:
         """Whether a step with these distributions serves requests that need the other ones.
@@ -57,11 +54,10 @@ class Distributions(NamedTuple):
 
 
 DISTRIBUTIONS = (Distributions(False, ()), Distributions(True, tuple(FILTERS)))
-"""Distributions for which steps are recorded: softmax alone, and all operations."""
+"""Distributions of recorded steps: softmax alone, and all operations."""
 PAGES, DRAFT_PAGES = "pages", "draft pages"
-"""Fields of the block tables."""
 MOST_NODES = 64
-"""Most nodes of a request: a row's word has a bit for each."""
+"""Most nodes of a request: a word has a bit for each."""
 
 
 class StepShape(NamedTuple):
@@ -69,25 +65,22 @@ class StepShape(NamedTuple):
 
     sequences: int
     num_drafts: int
-    """Independent chains of each request; 0 in plain decoding."""
+    """Independent chains of a request; 0 in plain decoding."""
     draft_length: int
     distributions: Distributions
 
     @property
     def fanout(self) -> Fanout:
-        """Return the children of every node by depth."""
         if not self.num_drafts:
             return ()
         return (self.num_drafts, *(1,) * (self.draft_length - 1))
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of drafted tokens of each request."""
         return self.num_drafts * self.draft_length
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows of the target's pass."""
         return self.sequences * (1 + self.num_nodes)
 
     @property
@@ -114,9 +107,8 @@ class DraftPasses(NamedTuple):
     """Passes of the drafting in steps of a shape."""
 
     nodes_of: PassNodes = lambda *_: ()
-    """`RecordedDrafter.pass_nodes`."""
     num_text: int = 0
-    """Rows of the first pass for each text's last tokens, without draft K/V; nodes follow them."""
+    """Rows of the first pass for each text's last tokens without draft K/V."""
 
     def sizes(self, shape: StepShape) -> tuple[int, ...]:
         """Return the rows of each sequence in the passes of drafting, and in the target's."""
@@ -127,9 +119,7 @@ class DraftPasses(NamedTuple):
 
 
 _Rows = tuple[Bools, Ints, Ints, Ints, int]
-"""Rows of a request in one pass: the first five arrays of `_Tables`, without the axis of
-requests.
-"""
+"""First five arrays of `_Tables` in one pass, without the axis of requests."""
 
 
 def _rows(queries: int, num_text: int, nodes: NodeInput) -> _Rows:
@@ -161,27 +151,24 @@ class _Tables(NamedTuple):
     """Arrays that follow from the draft shapes of all requests of a step; each [S, ...]."""
 
     is_used: Bools
-    """[S, rows of all passes] Whether the request uses the row; other rows are padding."""
+    """[S, rows of all passes] False for padding."""
     offsets: Ints
-    """[S, rows of all passes] Offset of the row's token from the end of the text; the root has
-    -1.
-    """
+    """[S, rows of all passes] Offset of the row's token from the text's end; the root has -1."""
     depths: Ints
     """[S, rows of all passes] Depth of the row's node; 0 for the root."""
     words: Ints
-    """[S, rows of all passes] Nodes of the request that the row sees: a bit for each node."""
+    """[S, rows of all passes] Bits of the nodes that the row sees."""
     num_seen: Ints
-    """[S, passes] Number of nodes in the cache when the pass attends."""
+    """[S, passes] Nodes in the cache when the pass attends."""
     node_depths: Ints
     """[S, 2, nodes] Depths of the draft model's nodes, and of the target's."""
     tokens: Ints
-    """[S, M] Index of each drafted token of the target's pass among the tokens of all chains."""
+    """[S, M] Index of each drafted token of the target's pass in the chains' tokens."""
     nodes: Ints
-    """[S, K, L + 1] Target row below the first i tokens of each chain; the root after its end."""
+    """[S, K, L + 1] Target row after i tokens of each chain; the root after its end."""
     lengths: Ints
-    """[S, K] Number of tokens of each chain."""
     is_dead: Bools
-    """[S, K] Chains that must not win. A request without drafts has chain 0, with length 0."""
+    """[S, K] Chains that must not win; without drafts chain 0 lives, with length 0."""
 
 
 @lru_cache(maxsize=1024)
@@ -250,7 +237,7 @@ class StepInputs:
         self._kernels = kernels
         self._drafter = drafter if shape.num_drafts else None
         self._first_key = int(is_head)
-        """Index of the first token with draft K/V; a head reads no state before the first token."""
+        """First token with draft K/V; a head reads no state before the first token."""
         self.draft_passes = DraftPasses()
         self._num_readable = 0
         if self._drafter is not None and self._drafter.runner is not None:
@@ -265,7 +252,7 @@ class StepInputs:
             num_draft_rows = sum(self.sizes[:-1])
             self._parts = {DRAFT_PAGES: slice(num_draft_rows), PAGES: slice(num_draft_rows, None)}
         self.draft_pages = next(iter(self._parts))
-        """Table that the draft model's passes use."""
+        """Table of the draft model's passes."""
         self._block_size = block_size
         self._spare_blocks = {name: spare_blocks[name] for name in self._parts}
         nodes = self.draft_passes.nodes_of(shape.fanout, 0)
@@ -273,7 +260,6 @@ class StepInputs:
         self._flat = np.zeros(sum(field.words for field in self.fields), dtype=np.int64)
         self._views = views(self._flat, self.fields)
         self._written: dict[str, list[tuple[int, ...]]] = {}
-        """Blocks of each request in the block tables."""
         for name, spare_block in self._spare_blocks.items():
             self._views[name][:] = spare_block
             self._written[name] = [()] * shape.sequences
@@ -331,10 +317,9 @@ class StepInputs:
             np.putmask(v[name], v[name] >= self._num_readable, 0)
 
     def _write_pages(self, name: str, tables: Sequence[tuple[int, ...]]) -> None:
-        """Write the block tables that have changed since the last step; padding has spare blocks.
+        """Write the block tables that changed since the last step; padding has spare blocks.
 
-        A sequence's table is a tuple, and another tuple if it changes, so the same object need not
-        be read again.
+        A changed table is another tuple, so the same object need not be read again.
         """
         pages = self._views[name]
         written = self._written[name]

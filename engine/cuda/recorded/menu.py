@@ -1,6 +1,4 @@
-"""Shapes for which decode steps are recorded, the shape of a plan, and the memory that their
-buffers take.
-"""
+"""Shapes of recorded decode steps, the shape of a plan, and the memory of buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from engine.request import Sampling
 from engine.sampling.distribution import FILTERS
 
 MOST_ROWS = 256
-"""Rows of the target's pass in the largest step that is recorded."""
+"""Rows of the target's pass in the largest recorded step."""
 
 
 def work(shape: StepShape) -> tuple[int, int, int]:
@@ -39,11 +37,10 @@ def menu(
     most_sequences: int,
     distributions: Sequence[Distributions] = DISTRIBUTIONS,
 ) -> list[StepShape]:
-    """Return the shapes that are recorded, from few to many requests.
+    """Return the recorded shapes, from few to many requests, where launches weigh most.
 
-    Launches weigh most in steps of few requests. drafts: (chains, length of a chain); (0, 0) is
-    plain decoding. Each pair is recorded for powers of two of requests, and for the largest number
-    that fits.
+    drafts: (chains, length of a chain); (0, 0) is plain decoding. Each pair is recorded for powers
+    of two of requests, and for the largest number that fits.
     """
     shapes = []
     for chains, length in drafts:

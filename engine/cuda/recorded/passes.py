@@ -1,5 +1,4 @@
-"""Passes of any plan that are replayed as CUDA graphs: passes over prompts, many trees or drafted
-levels.
+"""Passes of any plan that are replayed as CUDA graphs.
 
 A recorded step holds drafting, pass and verdict, and has one token of the text in each row. Other
 steps launch their operations one by one; their passes, which are nearly all of these operations,
@@ -30,22 +29,18 @@ from engine.models.runner import ModelRunner, Replay
 Record = Callable[[Callable[[], None]], torch.cuda.CUDAGraph]
 
 _FEW_QUERIES, _MANY_QUERIES = 4, 64
-"""Queries of each sequence, for which the tiles of attention are chosen."""
+"""Queries of each sequence for which tiles of attention are chosen."""
 _ROWS = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 _PROMPT_ROWS = (768, 1024, 1536, 2048)
-"""Rows of passes. A pass of more rows takes the device longer than the host."""
+"""Rows of passes; more rows take the device longer than the host."""
 MOST_WANTED = _ROWS[-1]
-"""Most rows of a recorded pass whose logits are wanted."""
 
 
 class PassRoom(NamedTuple):
-    """Sizes of a recorded pass."""
-
     rows: int
     num_wanted: int
-    """Rows whose logits are computed."""
     num_queries: int
-    """Queries of a sequence that suit its tiles of attention; other numbers are computed, too."""
+    """Queries of a sequence that suit its tiles of attention; others are computed, too."""
 
     def has_room(self, layout: StepLayout) -> bool:
         """Whether a pass fits, and its tiles suit it."""
@@ -54,9 +49,7 @@ class PassRoom(NamedTuple):
 
 
 def pass_rooms(most_sequences: int) -> list[PassRoom]:
-    """Return the rooms that are recorded, from small to large. most_sequences: requests of a
-    step.
-    """
+    """Return the recorded rooms, from small to large; most_sequences: of a step."""
     rooms = {PassRoom(rows, rows, queries) for rows in _ROWS for queries in (_FEW_QUERIES, _MANY_QUERIES)}
     rooms |= {PassRoom(rows, min(rows, most_sequences), _MANY_QUERIES) for rows in (*_ROWS, *_PROMPT_ROWS)}
     return sorted(room for room in rooms if room.num_wanted <= MOST_WANTED)
@@ -66,7 +59,7 @@ class _Buffers(NamedTuple):
     """Memory that all recorded passes of a model share, because they run one after the other."""
 
     pages: Tensor
-    """[S, P] block table."""
+    """[S, P]"""
     logits_NV: Tensor
     spare_slot: int
 
@@ -99,11 +92,9 @@ class RecordedPass:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def record(self, record: Record) -> None:
-        """Record the pass."""
         self._graph = record(self.work)
 
     def work(self) -> None:
-        """Compute the logits from the buffers."""
         tensors = self._tensors
         logits_NV = self._runner.run_on_device(
             tensors.token_ids_T, tensors.positions_T, self._metadata, tensors.wanted_N
@@ -111,7 +102,6 @@ class RecordedPass:
         self._shared.logits_NV[: self.room.num_wanted].copy_(logits_NV)
 
     def padded(self, layout: StepLayout) -> StepLayout:
-        """Return a pass with padding up to the room."""
         shared = self._shared
         num_rows, num_sequences = len(layout.token_ids_T), len(layout.starts)
         padding: dict[str, Any] = {}
@@ -132,9 +122,7 @@ class RecordedPass:
         )
 
     def logits(self, num_wanted: int, tensors: DevicePass, drawn_M: Tensor | None) -> Tensor:
-        """Return logits [N, V] (float32) at the wanted tokens of a padded pass, of which there are
-        `num_wanted`.
-        """
+        """Return logits [N, V] (float32) at the `num_wanted` tokens of a padded pass."""
         assert tensors.paged is not None
         own = self._tensors
         own.numbers.copy_(tensors.numbers)
@@ -176,9 +164,7 @@ class RecordedPasses:
         return self._passes[-1].work
 
     def fitted(self, layout: StepLayout) -> tuple[StepLayout, Replay | None]:
-        """Return a pass as it is computed, and what replays it; None if no recorded pass has room
-        for it.
-        """
+        """Return a pass as it is computed, and its replay, None without a recorded room."""
         shared = self._shared
         num_sequences, num_pages = layout.pages.shape
         if num_sequences >= shared.num_sequences or num_pages > shared.pages.shape[1]:

@@ -11,35 +11,28 @@ from typing import Protocol
 import torch
 
 WAITS = "synchronizing CUDA operation"
-"""Part of the text with which torch refuses an operation that the host waits for."""
+"""Part of torch's message about an operation that the host waits for."""
 
 
 class Graphs(Protocol):
     """A device's recordings of work."""
 
-    def free_bytes(self) -> int:
-        """Return the free memory of the device."""
-        ...
+    def free_bytes(self) -> int: ...
 
     def recorder(self) -> AbstractContextManager[Callable[[Callable[[], None]], torch.cuda.CUDAGraph]]:
         """Return a function that records work, for as long as its context is open."""
         ...
 
     def without_waits(self) -> AbstractContextManager[None]:
-        """Raise RuntimeError, with `WAITS` in its text, if the host waits for the device while its
-        context is open.
-        """
+        """Raise RuntimeError with `WAITS` in its text if the host waits in its context."""
         ...
 
 
 class CudaGraphs:
-    """CUDA graphs of one device."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def free_bytes(self) -> int:
-        """Return the free memory of the device."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def recorder(self) -> AbstractContextManager[Callable[[Callable[[], None]], torch.cuda.CUDAGraph]]:
@@ -48,9 +41,7 @@ class CudaGraphs:
 
     @contextmanager
     def without_waits(self) -> Iterator[None]:
-        """Raise RuntimeError, with `WAITS` in its text, if the host waits for the device while its
-        context is open.
-        """
+        """Raise RuntimeError with `WAITS` in its text if the host waits in its context."""
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch calls the mode a prototype
@@ -68,12 +59,11 @@ def graphs_on(device: torch.device) -> CudaGraphs | None:
 
 @contextmanager
 def recorder() -> Iterator[Callable[[Callable[[], None]], torch.cuda.CUDAGraph]]:
-    """Yield a function that records work as a CUDA graph. All graphs share one stream and one
-    memory pool, so only one may be replayed at a time.
+    """Yield a function that records work as a CUDA graph.
 
-    Work is run once before it is recorded, so that compilation and allocation are not recorded.
-    Memory that torch has cached is given back before and after, so that the free memory shows what
-    the graphs take.
+    All graphs share a stream and a memory pool, so one is replayed at a time. Work runs once
+    before, so that compilation and allocation are not recorded. Torch's cached memory is given back
+    before and after, so that free memory shows what graphs take.
     """
     gc.collect()  # an engine that has ended may still hold some
     torch.cuda.empty_cache()

@@ -1,5 +1,4 @@
-"""Decode steps that are replayed as three CUDA graphs, after one copy of their numbers to the
-device.
+"""Decode steps replayed as three CUDA graphs, after one copy of their numbers.
 
 The first graph drafts: all passes of the draft model or head, with the distribution and the draw of
 every level. The second graph is the target's pass. The third graph makes the distributions of all
@@ -52,22 +51,19 @@ log = logging.getLogger("polydraft")
 
 _MEMORY_SHORT = "recorded %d of %d shapes of steps: memory is short; the others are launched operation by operation"
 _REPORT_EVERY = 16
-"""Number of recordings between two reports of progress."""
+"""Recordings between two reports of progress."""
 LEAST_FREE = 0.6
-"""Recording stops if less than this share of the memory that was free before is free."""
+"""Least share of the memory that was free before, at which recording stops."""
 
 
 class VerifiedStep(NamedTuple):
-    """Results of a step on the host."""
-
     draft: Draft
-    """The draft with its tokens."""
+    """With its tokens."""
     chains: list[int]
+    """By request: the chosen chain, its accepted tokens, and the token after them."""
     accepted: list[int]
     next_tokens: list[int]
-    """Numbers of each request: the chosen chain, its accepted tokens, and the token after them."""
     largest_N: npt.NDArray[np.float64]
-    """`report.largest_numbers`."""
 
 
 class RecordedStep:
@@ -101,7 +97,7 @@ class RecordedStep:
         self._logits_NV = shared.logits_NV[: shape.num_rows]
         sequence_N = np.arange(shape.sequences).repeat(1 + shape.num_nodes)
         self._sequence_N = to_device(sequence_N, target.device)
-        """The sequence of each row of the target's pass."""
+        """Sequence of each row of the target's pass."""
         size = self._layout.num_chains, self._layout.max_length
         self._chains = Chains(
             torch.zeros(size, dtype=torch.int64, device=target.device),
@@ -122,7 +118,6 @@ class RecordedStep:
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
 
     def record(self, record: Callable[[Callable[[], None]], torch.cuda.CUDAGraph]) -> None:
-        """Record all parts."""
         self._graphs = {name: record(work) for name, work in self.parts().items()}
 
     def parts(self) -> dict[str, Callable[[], None]]:
@@ -135,7 +130,6 @@ class RecordedStep:
     # -- a step ---------------------------------------------------------------------------------
 
     def draw(self, plan: Plan) -> Draft:
-        """Draft the plan's chains; their tokens stay on the device."""
         fill(self._numbers, self._inputs.of(plan.sampling_rows))
         if self._drafter is not None:
             self._drafter.read_before(plan, self._inputs.draft_passes.num_text)
@@ -148,7 +142,6 @@ class RecordedStep:
         return self._logits_NV
 
     def verify(self, plan: Plan, draft: Draft | None, logits_NV: Tensor) -> StepVerdict:  # noqa: ARG002
-        """Return the emission of every row."""
         assert draft is not None
         self._replay("verify", self._verify)
         step = self._read(draft)
@@ -220,7 +213,6 @@ class RecordedStep:
         self._chains.tokens_CL.copy_(tokens_CL)
 
     def _target(self) -> None:
-        """Run the target's pass."""
         token_ids = self._views["root"].unsqueeze(1)
         if self.shape.num_drafts:
             drafted = self._chains.tokens_CL.take(self._views["tokens"])
@@ -328,7 +320,7 @@ class RecordedSteps(RecordedMenu):
         self._is_head = kind is not None and kind.is_head
         self.steps: dict[StepShape, RecordedStep] = {}
         self._chosen: dict[StepShape, RecordedStep | None] = {}
-        """Recorded step for the smallest shape of a plan; None if no recorded step has room."""
+        """Recorded step of a plan's smallest shape; None without room."""
         self._most_pages = 0
 
     def find(self, plan: Plan) -> RecordedStep | None:
@@ -401,9 +393,7 @@ class RecordedSteps(RecordedMenu):
         self.num_bytes = free_bytes - graphs.free_bytes()
 
     def _passes_of(self, runners: Sequence[ModelRunner], shapes: Sequence[StepShape]) -> list[RecordedPasses]:
-        """Return the passes of the target, and of a draft model; their runners use those that are
-        recorded.
-        """
+        """Return the passes of the target and a draft model; runners use the recorded ones."""
         most_sequences = max(shape.sequences for shape in shapes)
         models = []
         for runner in runners[:1] if self._is_head else runners:

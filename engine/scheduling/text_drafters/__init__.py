@@ -22,11 +22,9 @@ from engine.scheduling.text_drafters.prediction import PredictionDrafter
 from engine.scheduling.text_drafters.tree import Estimate, TextTree, grow
 
 _LEAST_PROBABLE = 0.02
-"""Probability of a node below which it cannot be worth its time: a node takes at least a fiftieth
-of a step.
-"""
+"""Least probability of a node, because a node takes at least a fiftieth of a step."""
 _LEAST_UNWEIGHED = 0.4
-"""Probability of a node that pays at almost any load, so that the load is not considered."""
+"""Probability of a node that pays at almost any load."""
 
 
 class TextDrafter(Protocol):
@@ -41,9 +39,9 @@ class TextDrafterKind(NamedTuple):
 
     make: Callable[[Request, AnswerStore], TextDrafter]
     for_every_request: bool = True
-    """Whether the server may use it by default; otherwise a request must bring its input."""
+    """Whether the server may use it by default; else a request brings its input."""
     by_text_alone: bool = True
-    """Whether its drafts are a function of the request; otherwise only adaptive requests use it."""
+    """Whether its drafts depend on the request alone; else only adaptive requests use it."""
 
 
 TEXT_DRAFTERS: Mapping[str, TextDrafterKind] = MappingProxyType(
@@ -58,7 +56,6 @@ TEXT_DRAFTERS: Mapping[str, TextDrafterKind] = MappingProxyType(
         ),
     }
 )
-"""Text drafters by the name that requests use."""
 
 
 class TextDraftFinder:
@@ -76,9 +73,7 @@ class TextDraftFinder:
         return bool(self._drafters)
 
     def tree(self, text: Sequence[int], estimate: Estimate, most_nodes: int, deepest: int) -> TextTree:
-        """Return the continuations of the text that may be worth drafting by the estimate: at most
-        `most_nodes`, on paths of at most `deepest`.
-        """
+        """Return the continuations worth drafting, at most `most_nodes` of depth `deepest`."""
         return grow(self._candidates(text), estimate, _LEAST_PROBABLE, most_nodes, deepest)
 
     def find(self, text: Sequence[int], most_nodes: int, deepest: int) -> tuple[TextDraft, ...]:

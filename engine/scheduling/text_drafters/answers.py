@@ -20,7 +20,6 @@ from engine.scheduling.text_drafters.candidate import Candidate
 from engine.scheduling.text_drafters.index import TextIndex
 
 _MOST_TOKENS = 1 << 14
-"""Most tokens that are stored for a client."""
 _MOST_CLIENTS = 32
 """Most clients; their answers take at most 100 MB together."""
 _SEPARATOR = -1
@@ -31,11 +30,9 @@ class ClientAnswers:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        """Answers one after the other, each followed by a separator."""
+        """Answers, each followed by a separator."""
         self._starts: list[int] = []
-        """Index of each answer's first token."""
         self._seeds: list[int] = []
-        """Seed that each answer was drawn with."""
         self._index = TextIndex()
 
     def add(self, answer: Sequence[int], seed: int) -> None:

@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 LONGEST_MATCH = 16
-"""Agreeing tokens beyond which a match is not sought."""
+"""Longest match that is sought."""
 
 
 class Candidate(NamedTuple):
     """Place in a text whose continuation may follow the request's text."""
 
     source: str
-    """Drafter that found it."""
     text: Sequence[int]
     place: int
     """Index of the next token in `text`."""
     stop: int
-    """Index after the last token that may be taken."""
+    """Index after the last usable token."""
     evidence: int
     """Number of last tokens in which both texts agree."""
     repeats: bool = False

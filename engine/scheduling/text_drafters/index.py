@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from engine.scheduling.text_drafters.candidate import num_agreeing
 
 _LENGTHS = 4, 1
-"""Numbers of last tokens by which places are found, the larger number first."""
+"""Numbers of last tokens by which places are found, longest first."""
 _MOST_PLACES = 8
-"""Latest places that are looked at, for each length."""
+"""Latest places examined for each length."""
 
 
 class TextIndex:
@@ -25,9 +25,9 @@ class TextIndex:
     def __init__(self) -> None:
         self.num_read = 0
         self._latest: tuple[dict[int, int], ...] = tuple({} for _ in _LENGTHS)
-        """Latest end of each tuple of tokens, by the hash of the tokens."""
+        """Latest end of each tuple of tokens, by its hash."""
         self._previous = tuple(array("l", [0]) for _ in _LENGTHS)
-        """[1 + tokens] end before each end at which the same tokens end; 0 if there is none."""
+        """[1 + tokens] Previous end of the same tokens; 0 for none."""
 
     def read(self, text: Sequence[int]) -> None:
         """Add the tokens of the text that are new since the last call."""

@@ -26,9 +26,7 @@ class PredictionDrafter:
         for stop in range(_MATCH, len(self.prediction) + 1):
             self._ends_of.setdefault(self.prediction[stop - _MATCH : stop], []).append(stop)
         self.position: int | None = 0
-        """Index of the prediction's token that should come next; None if the answer is not in the
-        prediction.
-        """
+        """Index of the prediction's next token; None outside of the prediction."""
         self._last = 0
         """Position at which the answer last left the prediction."""
         self._run = 0
@@ -37,9 +35,7 @@ class PredictionDrafter:
         """Tokens of the answer so far."""
 
     def candidates(self, text: Sequence[int]) -> list[Candidate]:
-        """Return the place in the prediction at which the text goes on; the text ends with the
-        answer so far.
-        """
+        """Return where the prediction continues a text, which ends with the answer so far."""
         answer = text[self._num_prompt :]
         for end in range(self._num_seen + 1, len(answer) + 1):
             self._follow(answer, end)

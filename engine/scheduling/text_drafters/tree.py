@@ -17,7 +17,7 @@ from engine.request import TextDraft
 from engine.scheduling.text_drafters.candidate import LONGEST_MATCH, Candidate
 
 Estimate = Callable[[str, int], float]
-"""Probability that a continuation is right: by drafter, and number of agreeing tokens before it."""
+"""Probability of a right continuation, by drafter and number of agreeing tokens."""
 Kind = tuple[str, int]
 """Arguments of an `Estimate`."""
 
@@ -28,16 +28,16 @@ class TextTree:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.parents: list[int] = []
-        """Number of each node's parent; -1 is the end of the text."""
+        """Parent of each node; -1 is the end of the text."""
         self.depths: list[int] = []
-        """Depth of each node, from 0 on."""
+        """Depth of each node, from 0."""
         self.probabilities: list[float] = []
-        """Estimated probability that the text goes on with each node's path."""
+        """Estimated probability of each node's path."""
         self._sources: list[str] = []
         self._kinds: dict[int, Kind] = {}
-        """Most trusted kind of candidate below each node whose children are all known."""
+        """Most trusted candidate below each node whose children are all known."""
         self._first_tokens: frozenset[int] = frozenset()
-        """Next tokens of all candidates, also of candidates too improbable for the tree."""
+        """Next tokens of all candidates, also of improbable ones."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -56,9 +56,7 @@ class TextTree:
         return tuple(tokens[::-1])
 
     def outcomes(self, emitted: Sequence[int]) -> list[tuple[Kind, bool]]:
-        """Return (kind of a node's children, whether the next token was a child) for each node with
-        children that the tokens after the text passed.
-        """
+        """Return (kind, whether the next token was a child) for each passed node."""
         edges = zip(self.parents, self.tokens, strict=True)
         children = dict(zip(edges, range(len(self)), strict=True))
         outcomes = []
@@ -96,8 +94,9 @@ class _Growth:
         self._numbers = count()
 
     def offer(self, parent: int, depth: int, probability: float, agreeing: Sequence[Candidate]) -> None:
-        """Add the next tokens of candidates that agree with the path to the parent to the waiting
-        children. depth: of the children; probability: of the path to the parent.
+        """Add next tokens of candidates that agree with a parent's path.
+
+        depth: of the children; probability: of the parent's path.
         """
         odds: dict[int, float] = {}
         by_token: dict[int, list[Candidate]] = {}

@@ -1,9 +1,9 @@
 """Verification rules by name. Each is exact: the law of the output is the target's.
 
-A rule takes the drafted chains, the target laws at their nodes and the noise. For every request it
-returns the chain that it follows, the number of accepted tokens, and one further token. Node rules
-(`node.py`) are composed top-down. To add a rule, add a file, an entry here, and its facts in
-`engine.speculation.rule_facts`.
+A rule takes the drafted chains, the target laws at their nodes and the noise. For every
+request it returns the chain that it follows, the number of accepted tokens, and one further
+token. Node rules (`node.py`) are composed top-down. To add a rule, add a file, an entry here,
+and its facts in `engine.speculation.rule_facts`.
 """
 
 from __future__ import annotations

@@ -19,9 +19,7 @@ from engine.speculation.verification.node import at, normalised, point_mass, rat
 
 
 def greedy(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
-    """Verify greedy drafts: the last present draft was drawn, those before it are the most likely
-    tokens.
-    """
+    """Verify greedy drafts: the last present one was drawn, the others are most likely."""
     place_K = torch.arange(drafted_NK.shape[1], device=drafted_NK.device)
     last_N = torch.where(present_NK, place_K, 0).amax(1)
     rest_NV = draft_NV
@@ -39,9 +37,7 @@ def greedy(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: 
 
 
 def spechub(target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
-    """Verify a pair with the most likely token a in any order as the greedy drafts a, x; a single
-    draft alone.
-    """
+    """Verify {a, x}, with a most likely, in any order as greedy drafts; or a single draft."""
     if drafted_NK.shape[1] > 1:
         is_hub_last_N1 = (present_NK[:, 1] & (drafted_NK[:, 1] == draft_NV.argmax(1))).unsqueeze(1)
         pair_N2 = torch.where(is_hub_last_N1, drafted_NK[:, :2].flip(1), drafted_NK[:, :2])

@@ -1,5 +1,4 @@
-"""Greedy block verification (Sun et al., appendix), alone and after the score race (exact
-SpecTr-GBV).
+"""Greedy block verification (Sun et al.), alone and after the score race.
 
 Along a chain whose law is G (the draft law of one chain, or the law of the chain the score race
 selects among K; `target_shift.py` has g = G_vx/P_v and gamma = G_v/P_v):
@@ -42,9 +41,7 @@ class GreedyBlocks:
 
 
 def greedy_blocks(chains: Chains, target: ProbsTable, count_C: Tensor) -> GreedyBlocks:
-    """Walk down chains that were selected among `count_C`; `target` holds the laws with all shifts
-    applied.
-    """
+    """Walk down chains selected among `count_C`; `target` has all shifts applied."""
     state_C4 = root_state(chains.num_chains, chains.length_C.device)
     alive_C = torch.ones_like(chains.length_C, dtype=torch.bool)
     states, accepts = [state_C4], []
@@ -76,9 +73,7 @@ def _whole(state_C4: Tensor) -> Tensor:
 def selection_at(
     chains: Chains, target: ProbsTable, known: GreedyBlocks, count_C: Tensor, accepted_C: Tensor
 ) -> Selection:
-    """Return the selected chain's law at the node below the first `accepted_C` tokens (undefined
-    below a whole chain).
-    """
+    """Return the selected chain's law below `accepted_C` tokens (undefined at its end)."""
     state_C4 = known.state_CX4[torch.arange(chains.num_chains, device=accepted_C.device), accepted_C]
     target_CV = target.rows(accepted_C).double()
     draft_CV = chains.draft.rows(accepted_C.clamp(max=chains.max_length - 1)).double()
@@ -101,8 +96,7 @@ def shifts_after(
     accepted_C: Tensor,
     next_token_C: Tensor,
 ) -> TargetShifts:
-    """Return the shifts after the accepted prefix and the next token: the old ones advanced, and
-    this block's.
+    """Return the old shifts advanced, and this block's.
 
     plain: target laws without shifts; states_CXM4: of the old shifts (`effective_laws`).
     """

@@ -1,5 +1,4 @@
-"""K-SEQ (SpecTr, Sun et al. 2023): every i.i.d. draft passes the same test, with probability min(1,
-p(x)/(rho q(x))).
+"""K-SEQ (SpecTr, Sun et al. 2023): each i.i.d. draft passes with min(1, p(x)/(rho q(x))).
 
 beta(rho) = sum min(q, p/rho); rho* in [1, n] solves 1 - (1 - beta)^n = rho beta (1 where the left
 side is not larger there). Residual p - min(q, p/rho) (1 - (1 - beta)^n)/beta. Acceptance 1 - (1 -

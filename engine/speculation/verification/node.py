@@ -1,12 +1,12 @@
 """Rules at one position, and their composition down the drafted chains.
 
 A node rule takes the target law p, the draft law q and the drafted tokens at a node, and returns
-the law of the emitted token given those drafts; it draws nothing. "Accepted" means that the emitted
-token is one of the drafts. Composed top-down: draw the token at the root. If it is a draft, every
-node with that token stays alive, and the walk continues below them with all their children as
-drafts; otherwise it stops. For any draws, each emitted token has the target's law given the tokens
-before it. So the composition is lossless for every lossless node rule, even if the token came from
-a residual.
+the law of the emitted token given those drafts; it draws nothing. "Accepted" means that the
+emitted token is one of the drafts. Composed top-down: draw the token at the root. If it is a
+draft, every node with that token stays alive, and the walk continues below them with all their
+children as drafts; otherwise it stops. For any draws, each emitted token has the target's law
+given the tokens before it. So the composition is lossless for every lossless node rule, even if
+the token came from a residual.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from engine.speculation.verification.rule import NodeRule
 
 
 def normalised(mass_NV: Tensor, fallback_NV: Tensor) -> Tensor:
-    """Scale rows to sum 1; a row without mass (a branch of probability zero) becomes the
-    fallback's.
-    """
+    """Scale rows to sum 1; rows without mass become the fallback's."""
     total_N1 = mass_NV.sum(-1, keepdim=True)
     return torch.where(total_N1 > 0, mass_NV / torch.where(total_N1 > 0, total_N1, 1.0), fallback_NV)
 

@@ -1,5 +1,4 @@
-"""The optimal-transport linear program at one position: the optimum by definition, for small
-vocabularies.
+"""The optimal-transport linear program at one position, for small vocabularies.
 
 Couple Y ~ p with the drafts so that P(Y is a draft) is largest (SpecTr; Hu et al.): with D the set
 of distinct tokens among n i.i.d. drafts, maximise sum S[D, x], x in D, subject to sum_D S[D, x] <=
@@ -29,9 +28,7 @@ DraftSet = tuple[int, ...]
 
 
 def set_probabilities(q: Numbers, count: int) -> dict[DraftSet, float]:
-    """Return P(D) for every set of distinct tokens that `count` i.i.d. drafts can have, by
-    inclusion and exclusion.
-    """
+    """Return P(D) of each set that `count` i.i.d. drafts can have, by inclusion and exclusion."""
     support = np.flatnonzero(q > 0).tolist()
     result: dict[DraftSet, float] = {}
     for size in range(1, min(count, len(support)) + 1):
@@ -49,9 +46,7 @@ def set_probabilities(q: Numbers, count: int) -> dict[DraftSet, float]:
 def transport_plan(
     target: tuple[float, ...], draft: tuple[float, ...], count: int
 ) -> tuple[dict[DraftSet, float], dict[tuple[DraftSet, int], float]]:
-    """Return (P(D), S[D, x]); S is reduced by the solver's tolerance, so that the plan is exactly
-    feasible.
-    """
+    """Return (P(D), S[D, x]), reduced by the solver's tolerance to be feasible."""
     # Imported here because it takes a third of a second, and most servers never use this rule.
     from scipy.optimize import linprog
     from scipy.sparse import coo_matrix

@@ -45,13 +45,11 @@ class OverAcceptance:
     """A chain rule for one chain per request."""
 
     epsilon: float
-    """Amount by which the target law is increased when drafts are judged; above 0."""
+    """Increase of the target law when drafts are judged; above 0."""
     residual: Residual
 
     def __call__(self, chains: Chains, target: ProbsTable, noise: ChainNoise) -> ChainVerdict:
-        """Accept the tokens before the first rejection; the bias is summed over the decided
-        positions.
-        """
+        """Accept up to the first rejection; the bias is summed over decided positions."""
         accepted_C = torch.zeros_like(chains.length_C)
         going_C = torch.ones_like(chains.length_C, dtype=torch.bool)
         bias_C = torch.zeros_like(noise.score_C)

@@ -1,5 +1,4 @@
-"""Recursive rejection sampling: with replacement (SpecInfer's multi-step sampling) and without
-(RSD, Sequoia).
+"""Recursive rejection sampling: with replacement (SpecInfer) and without (RSD, Sequoia).
 
 With replacement, drafts i.i.d. from q: p_1 = p; draft k is accepted with probability
 min(1, p_k(x_k)/q(x_k)), else p_{k+1} = norm (p_k - q)+; after the last rejection the token is drawn

@@ -21,16 +21,13 @@ class NodeRule(Protocol):
     def __call__(self, target_NV: Tensor, draft_NV: Tensor, drafted_NK: Tensor, present_NK: Tensor) -> Tensor:
         """Return [N, V] the law of the emitted token, float64.
 
-        drafted_NK: drafted tokens in the order they were drawn, including duplicates; present ones
-        come first. present_NK: which of them are present; a node without drafts emits from the
-        target law.
+        drafted_NK: tokens in the order of drawing, with duplicates, present ones first. A node
+        without drafts emits from the target law.
         """
 
 
 Acceptance = Callable[[Law, Law, int], float]
-"""Probability that the first emitted token is a draft: of target law, draft law and number of
-drafts.
-"""
+"""Probability that the first emitted token is a draft."""
 
 
 class Rule(RuleFacts, frozen=True):
@@ -39,17 +36,14 @@ class Rule(RuleFacts, frozen=True):
     name: str
     verify: Verify
     acceptance: Acceptance | None
-    """Acceptance in closed form at one position; None if there is none for several drafts."""
+    """Closed form at one position; None if several drafts have none."""
     acceptance_of_one: Acceptance = accept_token
-    """The same of a single draft."""
     closed_form_of: tuple[str, ...] | None = None
-    """Draft methods for which it holds; None is all of the rule's."""
+    """Draft methods for which it holds; None for all of the rule's."""
     node_rule: NodeRule | None = None
-    """Acceptance given the drafts at one node, if there is no closed form."""
+    """Acceptance given the drafts at one node, without a closed form."""
     by_tiles: bool = False
-    """Whether it only uses operations that need little memory with kernels that work by tiles
-    (`Kernels.by_tiles`).
-    """
+    """Whether kernels by tiles suffice, which need little memory (`Kernels.by_tiles`)."""
 
     def has_closed_form(self, method: str, count: int) -> bool:
         """Whether the acceptance of `count` drafts is known without drawing them."""

@@ -3,11 +3,11 @@
 A text draft is deterministic: its draft law is the token itself. The text drafts of a request form
 a tree. Walk down that tree: at a node with target law p and children D, continue to x in D with
 probability p(x). With the remaining probability stop; the next token is then not in D, so its law
-is p without D, scaled to 1. There the request's own rule takes over, with that law at the root, for
-the drawn chains that begin with the path so far (given this prefix, the rest of them has its usual
-law). Every emitted token has the target's law given the tokens before it, so this is lossless with
-every rule that is lossless for any target law. Rules that change the targets of later steps are
-excluded.
+is p without D, scaled to 1. There the request's own rule takes over, with that law at the root,
+for the drawn chains that begin with the path so far (given this prefix, the rest of them has its
+usual law). Every emitted token has the target's law given the tokens before it, so this is
+lossless with every rule that is lossless for any target law. Rules that change the targets of
+later steps are excluded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class Walk:
     """Accepted part of a request's text drafts."""
 
     path: list[int]
-    """Nodes on the path, beginning with the root."""
     rank: int
     """First chain of the tree that begins with these nodes."""
     refused: list[int]
@@ -43,9 +42,7 @@ class Walk:
 
 
 def edges_of(tree: Tree, first_text_draft: int) -> dict[int, list[int]]:
-    """Return the children of every node that has some, in order; chains from `first_text_draft` on
-    are text drafts.
-    """
+    """Return the children of inner nodes; chains from `first_text_draft` are text drafts."""
     children: dict[int, set[int]] = {}
     for path in tree.paths[first_text_draft:]:
         for node, child in pairwise(path):
@@ -65,8 +62,9 @@ def walk_to(tree: Tree, first_text_draft: int, node: int) -> Walk:
 
 
 def walk(tree: Tree, first_text_draft: int, probability: dict[int, float], uniform_L: Sequence[float]) -> Walk:
-    """Follow the text drafts; `probability` is the target's of each node's token, `uniform_L`
-    decides at each depth.
+    """Follow the text drafts.
+
+    probability: the target's, of each node's token; uniform_L decides at each depth.
     """
     children = edges_of(tree, first_text_draft)
     node, depth = 0, 0
@@ -122,9 +120,8 @@ def below(
 ) -> Below:
     """Return the chains from `offset_C` tokens on.
 
-    request_C: number of each chain's request. lives_C: which of them continue there; a request
-    without any keeps its first chain, with length 0. root_C: law row of the node at which each
-    chain's request stopped.
+    request_C: request of each chain. lives_C: whether it continues; a request without any keeps its
+    first chain, with length 0. root_C: law row of the node at which each request stopped.
     """
     lively = np.isin(request_C, request_C[lives_C])
     first = np.concatenate([[True], request_C[1:] != request_C[:-1]])

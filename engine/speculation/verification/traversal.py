@@ -1,5 +1,4 @@
-"""Traversal verification (Weng et al., NeurIPS 2025): a tree is verified from its leaves to its
-root.
+"""Traversal verification (Weng et al., NeurIPS 2025): trees from leaves to root.
 
 For trees whose children are drawn without replacement, and for i.i.d. chains with equal prefixes
 merged (the distinct tokens of i.i.d. draws, in order of first appearance, are draws without
@@ -30,20 +29,17 @@ class Stops:
     """Position of the walk in every tree: a leaf of the remaining tree, which may be accepted."""
 
     leaf_B: Tensor
-    """Whether it is at a leaf (or at the root, with nothing left below)."""
+    """Whether it is at a leaf, or at a root with nothing left below."""
     rank_B: Tensor
-    """First chain through the node, counted among the request's chains."""
+    """First chain through the node, within its request."""
     depth_B: Tensor
     weight_B: Tensor
-    """Probability of acceptance."""
     probs_BV: Tensor
-    """Law of the token that follows if it is accepted."""
+    """Law of the next token after acceptance."""
 
 
 def leaders(tokens_BKL: Tensor, length_BK: Tensor) -> Tensor:
-    """Return [B, K, L] the first chain that begins with the same d + 1 tokens (chains that end
-    before lead themselves).
-    """
+    """Return [B, K, L] first chain with the same d + 1 tokens; ended ones lead themselves."""
     num_chains, length = tokens_BKL.shape[1:]
     within_BKL = torch.arange(length, device=tokens_BKL.device) < length_BK.unsqueeze(2)
     equal_BKKL = tokens_BKL.unsqueeze(2) == tokens_BKL.unsqueeze(1)
@@ -54,10 +50,9 @@ def leaders(tokens_BKL: Tensor, length_BK: Tensor) -> Tensor:
 
 
 def traverse(chains: Chains, target: ProbsTable, accept: Callable[[Stops], Tensor]) -> Stops:
-    """Walk all trees at once until a leaf of each is accepted; the root always is.
+    """Walk all trees at once until a leaf of each is accepted; roots always are.
 
-    accept: decides [B] at every stop, by random numbers here, by enumeration in
-    `tests/oracles/enumeration.py`.
+    accept: decides [B] at every stop, by random numbers or by enumeration.
     """
     chain_BK, exists_BK = chain_table(chains)
     length_BK = torch.where(exists_BK, chains.length_C[chain_BK], 0)
@@ -129,9 +124,7 @@ def _descend(
     depth: Tensor,
     chain: Tensor,
 ) -> None:
-    """Step to the child that `chain` leads: its weight from the laws above, its own laws from the
-    tables.
-    """
+    """Step to the child that `chain` leads; its weight comes from the laws above."""
     token = chains.tokens_CL[chain, depth]
     p_x, q_x = p_BXV[rows, depth, token].double(), q_BXV[rows, depth, token].double()
     ratio = torch.where(q_x > 0, p_x / torch.where(q_x > 0, q_x, 1.0), 0.0)

@@ -1,5 +1,4 @@
-"""The weighted race: the optimum alpha* for n i.i.d. drafts, over the whole vocabulary, in O(V log
-V).
+"""The weighted race: the optimum alpha* for n i.i.d. drafts, in O(V log V).
 
 Tokens are sorted by p/q descending. With t and P the cumulative q and p and F = 1 - (1 - t)^n, the
 accepted mass per token is a = diff G, G = P + min(0, cummin(F - P)): the largest accepted masses
@@ -35,8 +34,7 @@ Count = int | Tensor  # drafts per row: one number, or [N, 1] float64 if the row
 
 @dataclass(frozen=True)
 class RaceTable:
-    """Data of the race for every token; float64. Arrays with suffix NW are in order of p/q,
-    descending.
+    """Data of the race for every token; float64; suffix NW is by p/q, descending.
 
     place_NV is W for tokens that never race; need is a, unmet y after each place; supply is u
     before each place and, in its last column (Z = W + 1), after all; tight marks the end of a
@@ -99,9 +97,7 @@ def race_table(target_NV: Tensor, draft_NV: Tensor, count_N: Tensor) -> RaceTabl
 
 
 def _by_ratio(target_NV: Tensor, draft_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ([N, W] tokens by p/q, descending, ending with some that do not race; [N] number that
-    race; [N, V] p of those that do not).
-    """
+    """Return ([N, W] tokens by p/q descending, [N] number that race, [N, V] p of the rest)."""
     vocab_size = target_NV.shape[1]
     least_NV, lowest = torch.minimum(target_NV, draft_NV), _LEFT_OUT / vocab_size
     if _is_read(least_NV) and float(least_NV.min()) > lowest:
@@ -118,12 +114,10 @@ def _by_ratio(target_NV: Tensor, draft_NV: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _sorted_by_ratio(target_NV: Tensor, draft_NV: Tensor, races_NV: Tensor | None, width: int) -> Tensor:
-    """Return [N, W] the first W columns by q/(p + q), ascending; columns that do not race come
-    last.
+    """Return [N, W] the first W columns by q/(p + q), ascending; others come last.
 
-    On a CPU all rows are sorted as one flat list of 32-bit integers. Equal integers are then sorted
-    by the other bits. Tokens that share all bits differ by about 2^-50 of their masses' product
-    wherever it matters.
+    On a CPU all rows are sorted as one list of 32-bit integers, and ties by the other bits. Tokens
+    that share all bits differ by about 2^-50 of their masses' product.
     """
     num_rows, vocab_size = target_NV.shape
     share_NV = (target_NV + draft_NV).clamp_(min=_TINY)
@@ -152,18 +146,14 @@ def _sorted_by_ratio(target_NV: Tensor, draft_NV: Tensor, races_NV: Tensor | Non
 
 
 def _where(mask_NW: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows and columns of the true entries; numpy finds a few of them several times faster
-    than torch.
-    """
+    """Return rows and columns of true entries; numpy finds few faster than torch."""
     flat = mask_NW.reshape(-1)
     index_M = torch.from_numpy(np.flatnonzero(flat.numpy()))
     return index_M // mask_NW.shape[1], index_M % mask_NW.shape[1]
 
 
 def _is_read(value: Tensor) -> bool:
-    """Whether the host reads numbers that save work. A device does all the work instead, because
-    the host would wait for its numbers.
-    """
+    """Return whether the host reads numbers to save work; on a device it would wait."""
     return not value.is_cuda
 
 
@@ -206,10 +196,9 @@ def _join_points(slope_NW: Tensor, offset_NW: Tensor, count: Count) -> Tensor:
 
 
 def _weights(table: RaceTable, place_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ([N, K] weight relative to that of the first draft in the order, 0 for drafts that do
-    not race; [N, 1] the smallest key w U that is accepted).
+    """Return ([N, K] weight relative to the first draft's, [N, 1] least accepted key w U).
 
-    place_NK: places of the drafts in the order.
+    place_NK: places of the drafts in order; those that do not race have weight 0.
     """
     width = table.tight_NW.shape[1]
     best_N1 = place_NK.amin(1, keepdim=True)

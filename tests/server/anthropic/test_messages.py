@@ -49,9 +49,7 @@ def test_an_answer_has_blocks_usage_and_a_reason(client: anthropic.Anthropic) ->
 
 
 def test_an_answer_goes_on_with_how_the_last_turn_begins(client: anthropic.Anthropic, tool_daemon: Daemon) -> None:
-    """A last turn of the assistant's is left open, as a chat's `continue_final_message` leaves
-    it.
-    """
+    """As a chat's `continue_final_message`."""
     turns: Any = [USER, {"role": "assistant", "content": "{"}]
     message = ask(client, messages=turns, extra_body=SEEDED)
     chat = {"model": MODEL, "messages": turns, "max_tokens": 20, **SEEDED}
@@ -122,9 +120,7 @@ def test_a_forced_call_is_a_block(client: anthropic.Anthropic, streams: bool) ->
 
 
 def test_a_format_is_followed(client: anthropic.Anthropic) -> None:
-    """Anthropic's structured output; a schema that cannot be followed is refused by its own
-    name.
-    """
+    """A schema that cannot be followed is refused by its name."""
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     asked = {"format": {"type": "json_schema", "schema": schema}}
     assert json.loads(ask(client, extra_body={"output_config": asked}).content[0].text)["n"] in (1, 2)
@@ -133,7 +129,7 @@ def test_a_format_is_followed(client: anthropic.Anthropic) -> None:
         ask(client, extra_body={"output_config": bad})
 
 
-def test_an_error_of_a_tool_is_told(client: anthropic.Anthropic) -> None:
+def test_tool_errors_reach_the_prompt(client: anthropic.Anthropic) -> None:
     def num_tokens(**more: Any) -> int:
         call = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
         result = {"type": "tool_result", "tool_use_id": "c", "content": "no such city", **more}

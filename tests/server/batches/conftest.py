@@ -21,8 +21,7 @@ def batch_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start_batch_daemon(daemons: Daemons, pair_arguments: list[str], batch_folder: Path) -> Callable[[], Daemon]:
-    """Return a daemon with four seats and two keys that stores batches, with bodies of 64 KiB and
-    files of 1 MiB.
+    """Return a daemon with four seats, two keys, bodies of 64 KiB and files of 1 MiB.
 
     It starts again if it has ended.
     """

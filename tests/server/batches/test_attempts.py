@@ -39,9 +39,7 @@ def requests_of(name: str, device: str = "cpu", **fields: Any) -> list[Request]:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_attempts_of_one_work_draw_the_same_numbers(device: str) -> None:
-    """Each choice has its own numbers. Drafts have one shape, because the load of the attempts
-    differs.
-    """
+    """Drafts have one shape, because the load of the attempts differs."""
     first, second = (requests_of("line", device, n=2) for _ in range(2))
     seeds = [request.sampling.seed for request in first]
     assert seeds == [request.sampling.seed for request in second]

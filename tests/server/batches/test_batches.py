@@ -30,9 +30,7 @@ SECRET = "an unmistakable secret"
 
 @pytest.mark.sole("a batch")
 def test_a_batch_is_answered_like_its_endpoint(client: openai.OpenAI, batch_daemon: Daemon) -> None:
-    """Uploaded, begun, polled, and read with the client; each endpoint answers as over HTTP, below
-    its lines.
-    """
+    """Uploaded, begun, polled, and read with the client."""
     messages = [{"role": "user", "content": "A short story, please."}]
     bodies: dict[Any, dict[str, Any]] = {
         CHAT: {"messages": messages, "max_tokens": 8, "temperature": 0},
@@ -63,7 +61,7 @@ def text_of(body: dict[str, Any]) -> str:
     return str(choice["message"]["content"] if "message" in choice else choice["text"])
 
 
-def test_the_times_of_a_batch_are_in_order(client: openai.OpenAI) -> None:
+def test_batch_timestamps_are_ordered(client: openai.OpenAI) -> None:
     begun = int(time.time())
     batch = ended(client, begin(client, short_lines(3)))
     times = [batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at]
@@ -164,9 +162,7 @@ def test_a_cancelled_batch_keeps_its_answers(client: openai.OpenAI) -> None:
 
 
 def test_interactive_requests_are_not_queued_behind_lines(client: openai.OpenAI, batch_daemon: Daemon) -> None:
-    """Lines take three of four seats, and give them up at once to requests that would have to
-    wait.
-    """
+    """Lines take three of four seats, and give them up to requests at once."""
     batch = begin(client, long_lines(12))
     body = {"model": MODEL, "prompt": "hello", "max_tokens": 300, "ignore_eos": True}
     statuses: list[int] = []

@@ -59,9 +59,7 @@ def has_completed(count: int, batch: Batch) -> bool:
 def test_an_interrupted_line_has_the_answer_of_its_first_attempt(
     daemons: Daemons, pair_arguments: list[str], tmp_path: Path
 ) -> None:
-    """One batch in copies of its folder: alone, next to clients that take all seats again and
-    again, and killed. Lines without a seed, equal but for their ids, whose answers differ.
-    """
+    """One batch in copies of its folder: alone, next to clients, and killed."""
     body = {"prompt": "word", "max_tokens": 400, "temperature": 1}
     lines = [line(f"c-{number}", body) for number in range(24)]
     store = BatchStore(Database(tmp_path / "alone"))

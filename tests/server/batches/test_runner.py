@@ -1,6 +1,4 @@
-"""Store and runner in this process, with an endpoint whose answers are known and a clock that tests
-set.
-"""
+"""Store and runner in this process, with known answers and a clock that is set."""
 
 from __future__ import annotations
 
@@ -145,9 +143,7 @@ def store(tmp_path: Path, clock: Clock) -> Any:
 
 
 def test_lines_that_are_left_expire(store: BatchStore, clock: Clock) -> None:
-    """The day ends during the fourth line; lines that never began, and the running ones, are in the
-    error file.
-    """
+    """The day ends during the fourth line; the rest is in the error file."""
 
     async def reply(endpoint: Endpoint, request: LineRequest) -> int:
         if len(endpoint.prompts) < 4:
@@ -195,9 +191,7 @@ def test_no_more_lines_run_at_once_than_there_is_room(store: BatchStore) -> None
 
 
 def test_each_attempt_of_a_line_has_its_name(store: BatchStore, tmp_path: Path, clock: Clock) -> None:
-    """After a busy endpoint, a fault of the server, and another start; lines of equal content
-    differ.
-    """
+    """After a busy endpoint, a fault of the server, and another start."""
     lines = [line(f"c-{number}", {"prompt": "equal"}) for number in range(3)]
     batch = new_batch(store, lines)
     statuses = [200, 503, 429]
@@ -308,7 +302,7 @@ def fill(store: BatchStore, is_full: bool) -> None:
     store.database.execute(f"PRAGMA max_page_count = {num_pages if is_full else 1 << 30}")
 
 
-def test_a_full_disk_delays_the_writing_of_answers_alone(store: BatchStore) -> None:
+def test_full_disk_delays_answers_only(store: BatchStore) -> None:
     """No line is answered twice: the others run on while the first answer waits for its place."""
     batch = new_batch(store, short_lines(6))
 
@@ -333,9 +327,7 @@ def test_a_full_disk_delays_the_writing_of_answers_alone(store: BatchStore) -> N
 
 
 def test_a_full_disk_is_an_error_of_the_request(store: BatchStore) -> None:
-    """Every change raises it; afterwards the store works as before, and no content is left without
-    a row.
-    """
+    """The store works afterwards, and no content is left without a row."""
     batch = new_batch(store, short_lines(3))
     asyncio.run(store.database.do(store.validate, batch.id))
     big = io.BytesIO(b"x" * 100_000)

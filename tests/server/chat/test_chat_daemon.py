@@ -27,9 +27,7 @@ class Chat:
         )
 
     def until_prompt(self, words: str) -> str:
-        """Wait for the next prompt, whose status line has the words; return what was printed
-        before.
-        """
+        """Wait for the next prompt, whose status line has the words; return the output."""
         self.process.expect_exact("\x1b[6n")
         printed: str = self.process.before
         self.process.send("\x1b[3;1R")
@@ -42,9 +40,7 @@ class Chat:
 
 @pytest.mark.slow
 def test_a_conversation_in_a_terminal(one_seat: Daemon) -> None:
-    """Streamed answers of several turns are coloured by origin; /spec turns speculation off and
-    on.
-    """
+    """Answers are coloured by origin; /spec switches speculation."""
     chat = Chat("--url", one_seat.url, "--max-tokens", "30", "--seed", "7")
     try:
         chat.until_prompt(f"{MODEL} · speculation on")

@@ -1,9 +1,8 @@
-"""Coding agents finish a task with calls: the real programs where they are installed, and their
-protocols in any case.
+"""Coding agents finish a task with calls: real programs if installed, and protocols.
 
-The model's answers are scripted by its weights (`scripted_model.py`). Daemon, protocols, parsing of
-calls, long prompts and speculation are real. Programs are found on the path, or in
-tests/server/clients/npm/node_modules.
+The model's answers are scripted by its weights (`scripted_model.py`). Daemon,
+protocols, parsing of calls, long prompts and speculation are real. Programs are found
+on the path, or in tests/server/clients/npm/node_modules.
 """
 
 from __future__ import annotations
@@ -196,9 +195,7 @@ AGENTS_BODIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", AGENTS_BODIES)
 def test_a_long_prompt_gets_the_room_that_is_left(scripted: Daemon, name: str) -> None:
-    """The requests of agents with 40,000 tokens and more before an answer of up to 32,000: the call
-    is made.
-    """
+    """Agents send 40,000 tokens and more before an answer of up to 32,000."""
     path, field, body = AGENTS_BODIES[name]
     task = "\n".join(f"{number} {number * 7919 % 10007}" for number in range(6_000))
     text = json.dumps(body).replace('"TASK"', json.dumps(task))

@@ -34,8 +34,9 @@ def strict(daemons: Daemons, tmp_path_factory: pytest.TempPathFactory) -> Daemon
 
 
 def without_citations(folder: Path) -> Path:
-    """Return the checker's description of Anthropic's API, in which a text need not have citations:
-    clients of the AI SDK refuse null in their place.
+    """Return Anthropic's description in which text need not have citations.
+
+    Clients of the AI SDK refuse null in their place.
     """
     source = importlib.resources.files("llm_comply") / "specs" / "anthropic.json"
     description = json.loads(source.read_text())

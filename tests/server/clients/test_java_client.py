@@ -1,6 +1,4 @@
-"""The HTTP client of the JDK, which offers HTTP/2 with every request; skipped where there is no
-`java`.
-"""
+"""The JDK's HTTP client, which offers HTTP/2; skipped without `java`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""lm-eval's local-completions against the daemon: speculation changes no score, no likelihood and
-no text.
-"""
+"""lm-eval's local-completions: speculation changes no score and no text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The official JavaScript client; an optional job (`make npm-check`), skipped where it is not
-installed.
-"""
+"""The official JavaScript client (`make npm-check`); skipped if not installed."""
 
 from __future__ import annotations
 

@@ -18,9 +18,7 @@ PROMPT = list(range(5, 25))
 
 @pytest.fixture
 def adapter(tmp_path: Path, models: TinyModels) -> Path:
-    """Return a folder with an adapter of the first layer's values, large enough to change
-    answers.
-    """
+    """Return a folder with an adapter that changes answers."""
     config = json.loads((models.target / "config.json").read_text())
     hidden = config["hidden_size"]
     num_values = hidden // config["num_attention_heads"] * config["num_key_value_heads"]

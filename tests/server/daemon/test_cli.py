@@ -1,6 +1,4 @@
-"""The command line before anything is served: help comes at once, and without what only measuring
-needs.
-"""
+"""The command line before anything is served: help comes at once."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ REFUSED = (
 
 
 def polydraft(*arguments: str, missing: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Run the command in a Python in which some packages cannot be imported; all but `bench` must
-    not load HEAVY.
-    """
+    """Run the command without some packages; all but `bench` must not load HEAVY."""
     heavy = HEAVY if arguments[0] != "bench" or "--help" in arguments else ()
     program = PROGRAM.format(missing=missing, arguments=arguments, heavy=heavy)
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -1,6 +1,4 @@
-"""Faults of a daemon: its engine dies, clients leave, it is stopped under load, memory or disk run
-out.
-"""
+"""Faults of a daemon: its engine, clients, stops under load, memory, disk."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ def ending(daemon: Daemon, streams: bool, **more: Any) -> str:
 
 
 def together(daemon: Daemon, count: int, **more: Any) -> tuple[list[threading.Thread], list[str]]:
-    """Start `count` requests at once, every other one a stream; return the threads and the list of
-    their ends.
-    """
+    """Start requests at once, half of them streams; return threads and their ends."""
     ends: list[str] = []
     threads = [
         threading.Thread(target=lambda i=i: ends.append(ending(daemon, i % 2 == 0, **more)))  # type: ignore[misc]
@@ -98,9 +94,7 @@ def test_an_engine_killed_while_it_loads(daemons: Daemons, pair_arguments: list[
 def test_ctrl_c_at_any_moment_has_no_traceback(
     daemons: Daemons, pair_arguments: list[str], when_s: float | None
 ) -> None:
-    """While modules are imported (None), and so long after the line that says that the engine
-    starts.
-    """
+    """While modules are imported (None), and after the line that the engine starts."""
     daemon = daemons.start(*pair_arguments)
     if when_s is None:
         # Before it imports anything, Python itself prints a traceback.
@@ -115,7 +109,7 @@ def test_ctrl_c_at_any_moment_has_no_traceback(
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_told_nothing_ends_quietly() -> None:
+def test_engine_without_a_launch_exits_quietly() -> None:
     """Its parent was ended between starting it and saying what to load."""
     run = subprocess.run([sys.executable, "-m", "engine"], input=b"", capture_output=True, check=False, cwd=ROOT)
     assert (run.returncode, run.stdout, run.stderr) == (0, b"", b"")
@@ -123,9 +117,7 @@ def test_an_engine_that_is_told_nothing_ends_quietly() -> None:
 
 @pytest.mark.slow
 def test_five_hundred_clients_leave_at_once(daemon: Daemon) -> None:
-    """In the middle of their streams, or in the queue: nothing of them stays, and others are
-    answered.
-    """
+    """In the middle of their streams, or in the queue."""
 
     async def leave(client: httpx.AsyncClient) -> None:
         try:
@@ -161,9 +153,7 @@ def crowded(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
 
 
 def test_blocks_that_run_out_are_shared_in_turns(crowded: Daemon) -> None:
-    """Eight requests in a cache for little more than one of the longest: all are answered, some
-    computed again.
-    """
+    """Eight requests in a cache for little more than one of the longest."""
     daemon = crowded
     threads, ends = together(daemon, 8)
     joined(threads)
@@ -179,9 +169,7 @@ def num_preemptions(client: httpx.Client) -> float:
 
 
 def test_counts_agree_if_requests_are_computed_again(crowded: Daemon) -> None:
-    """Tokens, drafts and prompts of preempted requests count once, in the metrics as in the
-    answers.
-    """
+    """Tokens, drafts and prompts of preempted requests count once."""
     with crowded.client() as client, ThreadPoolExecutor(4) as pool:
         before, preempted = scraped(client), num_preemptions(client)
         calls = [{**CALL, "max_tokens": 300, "ignore_eos": True, "seed": seed} for seed in range(4)]
@@ -203,7 +191,7 @@ def test_sigterm_with_too_little_time_ends_streams_with_an_error(crowded: Daemon
 
 
 @pytest.mark.slow  # test_stopping.py has a drain of one stream
-def test_sigterm_under_load_loses_nothing(daemons: Daemons, pair_arguments: list[str]) -> None:
+def test_sigterm_under_load_completes_all_answers(daemons: Daemons, pair_arguments: list[str]) -> None:
     """Accepted requests are finished, later ones are refused, and the exit code is 0."""
     daemon = daemons.get(*pair_arguments, *FEW_BLOCKS)
     threads, ends = together(daemon, 24)

@@ -1,5 +1,4 @@
-"""A pair that no program of this project wrote: the recipe of docs/models.md, and answers equal to
-transformers'.
+"""A pair that no program of this project wrote, by the recipe of docs/models.md.
 
 Tokenizer by tokenizers, with tokens added to it afterwards; the target (Qwen2, head not tied, wider
 than the tokenizer) in shards by transformers; the draft (Llama, tied head of another width,
@@ -48,9 +47,7 @@ class ForeignPair:
 
 
 def trained_tokenizer() -> Any:
-    """Byte-level pairs learned from the dialogues; turns and thoughts are tokens that were added
-    afterwards.
-    """
+    """Byte-level pairs learned from the dialogues; marks are added afterwards."""
     records = files("loadtest").joinpath("prompts", "heldout_dialogues.jsonl").read_text(encoding="utf8").splitlines()
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -91,7 +88,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> ForeignPair:
     return ForeignPair(target, draft, model.eval(), tokenizer)
 
 
-def test_the_folders_are_what_they_should_be(pair: ForeignPair) -> None:
+def test_foreign_pair_has_the_expected_files(pair: ForeignPair) -> None:
     for folder, at_least in ((pair.target, 3), (pair.draft, 2)):
         assert len(list(folder.glob("model-*.safetensors"))) >= at_least
         assert (folder / "model.safetensors.index.json").exists()

@@ -1,6 +1,4 @@
-"""A model named as on the hub, at a revision: weights, tokenizer, defaults and grammars are all of
-that one.
-"""
+"""A hub's model at a revision: weights, tokenizer, defaults and grammars."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ COMMITS = {"main": "a" * 40, "v2": "b" * 40, "bare": "c" * 40}
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyModels:
-    """A hub's cache: its main revision has another vocabulary, `v2` is greedy by default, `bare`
-    has no tokenizer.
-    """
+    """A hub's cache: `v2` is greedy by default, `bare` has no tokenizer."""
     pair = write_pair(tmp_path)
     repository = tmp_path / "hub" / "models--polydraft--tiny"
     for revision, commit in COMMITS.items():
@@ -53,7 +49,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinyModels:
 
 
 @pytest.mark.slow  # the other tests here refuse and explain revisions without a daemon that serves one
-def test_everything_is_of_the_revision(models: TinyModels) -> None:
+def test_all_files_are_of_the_revision(models: TinyModels) -> None:
     words = [NAME, "--revision", "v2", "--draft-model", str(models.draft), "--no-calibrate"]
     with running_daemon(words) as url:
 
@@ -99,7 +95,7 @@ def test_a_tokenizer_that_is_the_targets_is_of_its_revision() -> None:
     assert [revision(tokenizer) for tokenizer in (None, NAME, "other/name")] == ["v2", "v2", None]
 
 
-def test_files_of_models(models: TinyModels) -> None:
+def test_hub_names_resolve_to_files(models: TinyModels) -> None:
     found = model_file(NAME, "config.json", "v2")
     assert found is not None
     assert found.parent.name == COMMITS["v2"]
@@ -113,7 +109,7 @@ def test_files_of_models(models: TinyModels) -> None:
 
 
 @pytest.mark.parametrize("known", [None, "a mark that it does not exist"])
-def test_a_hub_that_does_not_answer(models: TinyModels, monkeypatch: pytest.MonkeyPatch, known: object) -> None:
+def test_unreachable_hub_is_explained(models: TinyModels, monkeypatch: pytest.MonkeyPatch, known: object) -> None:
     """Is no model without the file, unless it is known that it has none."""
 
     def download(*_: object, **__: object) -> str:
@@ -130,9 +126,7 @@ def test_a_hub_that_does_not_answer(models: TinyModels, monkeypatch: pytest.Monk
 
 
 class HubAnswers(BaseHTTPRequestHandler):
-    """A hub: `X-Error-Code` by the owner's name, as the real one has it; the owner `silent` gets no
-    answer.
-    """
+    """A hub with `X-Error-Code` by the owner's name; `silent` gets no answer."""
 
     def do_HEAD(self) -> None:
         owner = self.path.split("/")[1]
@@ -205,7 +199,7 @@ def test_errors_of_the_hub_are_explained(tmp_path: Path, hub_url: str, name: str
     assert fault in line
 
 
-def test_a_hub_that_is_silent_is_not_waited_for(tmp_path: Path, hub_url: str) -> None:
+def test_silent_hub_times_out(tmp_path: Path, hub_url: str) -> None:
     """However long its address takes, or its answer."""
     code = (
         "import engine.models.files as files; files.PROBE_S, files._PATIENCE_S = 60, 0.2\n"
@@ -222,9 +216,7 @@ def test_a_hub_that_is_silent_is_not_waited_for(tmp_path: Path, hub_url: str) ->
 def test_a_hub_that_does_not_answer_is_not_needed_for_a_cached_model(
     models: TinyModels, tmp_path: Path, knows_defaults: bool
 ) -> None:
-    """Then it is asked once, and never again; but a cache that may lack the model's defaults is no
-    whole model.
-    """
+    """It is asked once; a cache without the model's defaults is no whole model."""
     code = (
         "import os; from engine.models.files import check_source, model_file\n"
         "import logging; logging.basicConfig()\n"

@@ -1,5 +1,4 @@
-"""A published model, SmolLM2-135M-Instruct as a GGUF file of 4 bits, with everything that a client
-may ask for.
+"""SmolLM2-135M-Instruct of 4 bits, with everything that a client may ask for.
 
 The file is named by POLYDRAFT_TEST_GGUF, or is where `make serve MODEL=smollm2` puts it; without it
 these tests are skipped.
@@ -82,7 +81,7 @@ def text_of(answer: dict[str, Any], choice: int = 0) -> str:
     return str(answer["choices"][choice]["message"]["content"])
 
 
-def test_the_start_names_the_types_and_what_is_refused(smol: Daemon) -> None:
+def test_start_log_names_types_and_refusals(smol: Daemon) -> None:
     assert "serving smol (llama, Q4_1+Q8_0, cpu)" in smol.log
     assert "requests with tools are refused" in smol.log
     assert "--chat-template chatml-tools" in smol.log
@@ -108,7 +107,7 @@ def test_greedy_answers_are_those_of_transformers(folder: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
-def test_the_answer_is_true(client: httpx.Client, role: str) -> None:
+def test_published_model_answers_a_fact(client: httpx.Client, role: str) -> None:
     assert "Paris" in text_of(chat(client, says(QUESTION), max_tokens=40))
     answer = chat(client, [{"role": role, "content": "Be brief."}, *says(QUESTION)], max_tokens=40)
     assert "Paris" in text_of(answer)

@@ -1,5 +1,4 @@
-"""A daemon whose idle engine sleeps (`--sleep-idle-seconds`): memory, answers, probes, failures,
-its end.
+"""A daemon whose idle engine sleeps (`--sleep-idle-seconds`).
 
 Orders of events that need a slower engine are in `serving/test_idle_sleep.py`.
 """
@@ -97,9 +96,7 @@ def whole_text(client: httpx.Client, **more: Any) -> str:
 
 
 def test_a_request_after_a_sleep_has_the_answer_from_before(start: Start) -> None:
-    """No process and no memory of the engine are left during the sleep; the stream that ends it
-    gets comments.
-    """
+    """Nothing of the engine is left; the stream that ends the sleep gets comments."""
     daemon = start()
     with daemon.client() as client:
         before = whole_text(client)
@@ -149,9 +146,7 @@ def test_all_but_answers_is_served_during_a_sleep(http: httpx.Client) -> None:
 
 @pytest.mark.slow  # serving/test_idle_sleep.py has it with a process that stands in for the engine
 def test_clients_together_wake_the_engine_once(sleeping: Daemon, http: httpx.Client) -> None:
-    """Whole answers, answers by a grammar, and a client that leaves: all others are answered as one
-    alone would be.
-    """
+    """A client that leaves changes no other answer."""
     num_wakes = value(http, "engine_wakes_total")
     with ThreadPoolExecutor(6) as pool, sleeping.client() as other:
         asked = [pool.submit(whole_text, http) for _ in range(4)]
@@ -166,10 +161,8 @@ def test_clients_together_wake_the_engine_once(sleeping: Daemon, http: httpx.Cli
 
 
 @pytest.mark.slow  # serving/test_idle_sleep.py has it with a process that stands in for the engine
-def test_a_model_that_is_gone_is_an_error_for_all_who_wait(sleeping: Daemon, http: httpx.Client) -> None:
-    """Weights that were removed during the sleep: 503, an error as a stream's last event, and exit
-    code 1.
-    """
+def test_removed_model_is_an_error_for_all_waiting_requests(sleeping: Daemon, http: httpx.Client) -> None:
+    """503, an error as a stream's last event, and exit code 1."""
     folder = Path(next(word for word in sleeping.process.args if str(word).endswith("/target")))  # type: ignore[union-attr]
     (folder / "model.safetensors").rename(folder / "elsewhere")
     try:
@@ -189,9 +182,7 @@ def test_a_model_that_is_gone_is_an_error_for_all_who_wait(sleeping: Daemon, htt
 
 @pytest.mark.parametrize("state", grid(["asleep", "waking"], ["waking"]))
 def test_sigterm_ends_a_daemon_that_is_not_awake_at_once(sleeping: Daemon, http: httpx.Client, state: str) -> None:
-    """A stream that waits for the engine ends with an error, because nothing is loaded for it any
-    more.
-    """
+    """A stream that waits for the engine ends with an error."""
     before = len(sleeping.log)
     if state == "asleep":
         sleeping.terminate()

@@ -1,6 +1,4 @@
-"""A target split over two processes: the same answers, and no process is left when one of them
-ends.
-"""
+"""A target split over two processes: the same answers, and no process is left."""
 
 from __future__ import annotations
 

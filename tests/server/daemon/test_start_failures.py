@@ -30,9 +30,7 @@ MAMBA = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "vocab_si
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Exit code and standard error of `polydraft serve` with arguments that keep it from
-    starting.
-    """
+    """Return (exit code, standard error) of a `polydraft serve` that does not start."""
     code = main(["serve", *arguments])
     assert gc.isenabled(), "a start that failed left the search for garbage off"
     printed = capsys.readouterr()
@@ -250,9 +248,7 @@ def test_a_path_that_is_too_long_for_a_socket_exits_3(
     ids=range(6),
 )
 def test_files_that_no_reader_takes_are_named(tmp_path: Path, content: bytes) -> None:
-    """Deep JSON, half characters and other bytes end a start with the name of the file, in each
-    process.
-    """
+    """Deep JSON, half characters and other bytes, in each process."""
     (tmp_path / "config.json").write_text("{}")
     for name in ("generation_config.json", "settings.json", "settings.toml"):
         (tmp_path / name).write_bytes(content)
@@ -341,9 +337,7 @@ def test_a_daemon_that_loads_has_nothing_to_leave_behind(
 
 
 def test_a_daemon_that_serves_has_nothing_to_leave_behind(daemon: Daemon) -> None:
-    """The folder of its sockets is gone once the engine is connected, so that a killed process
-    leaves none.
-    """
+    """The folder of its sockets is gone once the engine is connected."""
     own = {os.readlink(link) for link in Path(f"/proc/{daemon.process.pid}/fd").iterdir()}
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     paths = {Path(line[7]) for line in lines if len(line) > 7 and f"socket:[{line[6]}]" in own}

@@ -31,7 +31,7 @@ HELP = "off, as nothing drafts; --draft-model MODEL or --spec-drafters prompt_lo
         ),
     ],
 )
-def test_the_log_says_what_drafts(settings: dict[str, str], text: str) -> None:
+def test_start_log_names_the_drafter(settings: dict[str, str], text: str) -> None:
     wanted = Serve(**settings)  # type: ignore[arg-type]
     known = facts("model" if "draft_model" in settings else "")
     assert drafting(known, wanted.engine_config().speculation) == text

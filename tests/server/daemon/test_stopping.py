@@ -44,8 +44,7 @@ def is_gone(pid: int) -> bool:
 
 @pytest.mark.sole("a drain under load")
 def test_sigterm_drains_what_is_open_and_exits_0(one_seat: Daemon) -> None:
-    """After SIGTERM a stream goes on to its end, and an answer that is read slowly is sent whole;
-    new work is refused.
+    """Open streams and slow answers end whole; new work is refused; exit code 0.
 
     Each answer ends its connection, and a request whose body never comes holds nothing up. The
     engine has long been done with the slow answer. Then the daemon exits 0.
@@ -101,9 +100,7 @@ def slow_reader(daemon: Daemon) -> Iterator[socket.socket]:
 
 
 def read_late(connection: socket.socket, answer: bytes) -> bytes:
-    """The body of the answer, read when connections have had more than their second since the drain
-    of all others.
-    """
+    """Return an answer that is read more than a second into the drain."""
     time.sleep(3)
     while True:
         head, _, body = answer.partition(b"\r\n\r\n")
@@ -117,9 +114,7 @@ def read_late(connection: socket.socket, answer: bytes) -> bytes:
 
 @pytest.mark.slow
 def test_a_second_sigterm_aborts_open_streams(daemon: Daemon) -> None:
-    """A second SIGTERM ends what is open: a stream with an error and `[DONE]`, a whole answer with
-    503.
-    """
+    """A stream ends with an error and `[DONE]`, a whole answer with 503."""
     engine = daemon.engine_pid()
     with ThreadPoolExecutor() as threads, daemon.client() as client:
         whole = threads.submit(client.post, PATH, json=LONG)
@@ -138,14 +133,10 @@ def test_a_second_sigterm_aborts_open_streams(daemon: Daemon) -> None:
 
 @pytest.mark.sole("an engine that dies")
 def test_the_death_of_the_engine_ends_everything_and_exits_1(daemon: Daemon) -> None:
-    """When the engine is killed streams get an error and `[DONE]`, whole answers 503, `/health`
-    503; exit code 1.
-    """
+    """Streams get an error and `[DONE]`, whole answers and `/health` 503; exit code 1."""
 
     def last_health() -> int | None:
-        """Status of `/health` once it is no longer 200; None where the daemon has stopped listening
-        before.
-        """
+        """Return the status of `/health` once it is no longer 200; None if nothing listens."""
         with daemon.client() as client:
             while True:
                 try:

@@ -1,5 +1,4 @@
-"""Reading a body: its bounds to the value, what stands in strings, and the field that an error
-names.
+"""Reading a body: bounds to the value, strings, and the field of an error.
 
 What full bodies cost is in `test_body_costs.py`.
 """

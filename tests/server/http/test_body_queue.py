@@ -1,6 +1,4 @@
-"""Bodies that come together: how many are objects at a time, how many may wait, and who is answered
-meanwhile.
-"""
+"""Bodies that come together: objects at a time, waiting ones, and neighbours."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Valid bodies of every endpoint with each of their values replaced in turn: an answer or a 4xx,
-never a 500.
+"""Valid bodies with each value replaced in turn: an answer or a 4xx, never a 500.
 
-Values deep in a body that only this server reads (blocks, items, tools) have no schema that would
-refuse them.
+Values deep in a body that only this server reads (blocks, items, tools) have no schema
+that would refuse them.
 """
 
 from __future__ import annotations

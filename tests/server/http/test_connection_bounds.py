@@ -1,7 +1,6 @@
-"""The bounds of a connection to the byte and the second, on a transport in memory and a clock that
-is set.
+"""Bounds of a connection to the byte and the second, in memory and on a clock that is set.
 
-`test_connections.py` has the same bounds on a daemon's sockets.
+`test_connections.py` has three of them on a daemon's sockets.
 """
 
 from __future__ import annotations
@@ -89,10 +88,8 @@ def test_an_answer_and_an_idle_connection_have_no_limit(server: Server) -> None:
     assert wire.statuses == [200, 200, 408], "a further byte gives no further time"
 
 
-def test_the_daemon_does_not_hang_up_before_a_client_does(server: Server) -> None:
-    """A request on a connection that was idle for as long as load balancers and pools keep one
-    would be cut off.
-    """
+def test_idle_connections_outlast_those_of_clients(server: Server) -> None:
+    """Load balancers and pools keep idle connections longer."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await server.app(scope, receive, send)
@@ -110,7 +107,7 @@ def test_the_daemon_does_not_hang_up_before_a_client_does(server: Server) -> Non
     assert wire.ended == "closed"
 
 
-def test_a_request_behind_another_waits_for_its_answer(server: Server) -> None:
+def test_pipelined_request_waits_for_the_first_answer(server: Server) -> None:
     """Nobody reads it meanwhile, so its time does not run out."""
     wire = server.connect()
     server.may_answer.clear()
@@ -124,10 +121,8 @@ def test_a_request_behind_another_waits_for_its_answer(server: Server) -> None:
 
 
 @pytest.mark.parametrize("begun", [b"GET", POST + b"content-length: 9\r\n\r\nab"])
-def test_a_request_that_came_beside_another_has_its_time_after_it(server: Server, begun: bytes) -> None:
-    """Its client could not have been answered before, and must not hold the connection
-    afterwards.
-    """
+def test_pipelined_request_is_timed_after_the_first_answer(server: Server, begun: bytes) -> None:
+    """Its client must not hold the connection afterwards."""
     wire = server.connect()
     server.may_answer.clear()
     server.send(wire, GET + begun)
@@ -177,7 +172,7 @@ def test_the_rest_of_a_body_has_its_time_too(server: Server) -> None:
     assert (wire.statuses, wire.ended) == ([200], "aborted")
 
 
-def test_without_a_limit_of_time_nothing_ends(server: Server) -> None:
+def test_receive_timeout_zero_never_ends(server: Server) -> None:
     server.waiting.receive_timeout_s = 0
     wire = server.connect()
     server.send(wire, b"GET")
@@ -208,7 +203,7 @@ def test_a_head_beyond_its_bytes_is_refused(server: Server, num_headers: int, ov
     assert str(HEAD_BYTES) in wire.error["message"]
 
 
-def test_a_fault_behind_a_full_head_is_a_fault(server: Server) -> None:
+def test_malformed_header_after_a_full_head_gets_400(server: Server) -> None:
     wire = server.connect()
     server.send(wire, POST + b"x: %s\r\n\0: a\r\n\r\n" % (b"a" * (HEAD_BYTES - len(b"/a") - 33)))
     assert wire.statuses == [400]
@@ -254,14 +249,35 @@ def test_a_body_brings_room_for_its_chunks(server: Server, over: bool) -> None:
         assert server.received == ["left"], "the application is not left waiting"
 
 
-def test_a_large_body_is_no_head(server: Server) -> None:
+CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n1"
+
+
+@pytest.mark.parametrize(
+    ("first", "piece"),
+    [
+        (POST + b"x: ", b"a" * 16384),
+        (POST, b"a" * 16384),
+        (POST, b"".join(b"x: %d\r\n" % number for number in range(4096))),
+        (CHUNKED + b";x=", b"a" * 16384),
+        (CHUNKED + b"\r\na\r\n0\r\nx: ", b"a" * 16384),
+        (CHUNKED + b"\r\na\r\n0\r\n", b"x: y\r\n" * 4096),
+    ],
+    ids=["value", "name", "headers", "chunk extension", "trailer", "trailers"],
+)
+def test_bytes_around_a_body_are_bounded(server: Server, first: bytes, piece: bytes) -> None:
+    wire = server.connect()
+    server.send(wire, first, *[piece] * 20)
+    assert wire.statuses == [431]
+
+
+def test_large_body_does_not_count_as_head(server: Server) -> None:
     wire = server.connect()
     server.send(wire, POST + b"content-length: 200000\r\n\r\n", *[b"a" * 50_000] * 4)
     assert server.received == ["a" * 200_000]
     assert wire.statuses == [200]
 
 
-def test_bytes_that_are_no_http_get_400_in_json(server: Server) -> None:
+def test_malformed_http_gets_400_in_json(server: Server) -> None:
     wire = server.connect()
     server.send(wire, b"nonsense\r\n\r\n")
     assert wire.statuses == [400]
@@ -283,9 +299,7 @@ def test_data_after_a_refusal_is_discarded_up_to_a_bound(server: Server) -> None
 
 
 def test_the_rest_of_a_body_is_read_before_the_connection_closes(server: Server) -> None:
-    """Else the client, which still sends, would not read the answer; what is too much is not waited
-    for.
-    """
+    """A client that still sends would not read the answer."""
     server.waiting.most_discarded_bytes = 1000
     server.reads = False
     for size in (1000, 1001):
@@ -329,7 +343,7 @@ def test_an_answer_that_has_begun_is_cut_off_by_a_refusal(server: Server) -> Non
         assert wire.ended == ended
 
 
-def test_a_refusal_reads_on(server: Server) -> None:
+def test_refusal_keeps_reading_the_body(server: Server) -> None:
     """A client that sends first and reads afterwards must get through."""
     wire = server.connect()
     server.send(wire, POST + b"transfer-encoding: chunked\r\n\r\n")
@@ -358,9 +372,7 @@ CHUNKS = b"Transfer-Encoding: chunked\r\n", b"1\r\na\r\n2;x=y\r\nbc\r\n0\r\nUpgr
 def test_a_request_with_an_offer_is_read_like_any_other(
     server: Server, offer: bytes, framing: bytes, body: bytes, size: int
 ) -> None:
-    """Many requests on one connection, with and without bodies, in pieces of any size. The
-    application sees offers.
-    """
+    """Many requests on one connection, in pieces of any size; offers are visible."""
     one = b"POST /a?b HTTP/1.1\r\n" + offer % framing + body
     sent = (one + GET + b"GET /c HTTP/1.1\r\n" + offer % b"") * 20
     wire = server.connect()

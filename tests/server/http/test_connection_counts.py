@@ -1,6 +1,4 @@
-"""The number of connections, and of warnings about them, on a transport in memory and a clock that
-is set.
-"""
+"""The number of connections, and of warnings about them, in memory."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def test_connections_that_are_answered_are_not_closed(small: Server) -> None:
     assert small.connect().written == b""
 
 
-def test_connections_that_have_gone_are_forgotten(small: Server) -> None:
+def test_closed_connections_are_forgotten(small: Server) -> None:
     for _ in range(9):
         wire = small.connect()
         small.send(wire, b"GET")

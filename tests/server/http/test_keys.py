@@ -32,10 +32,8 @@ OPEN = ["/health", "/ping", "/ready", "/metrics", "/version", "/load"]
 
 @pytest.mark.parametrize("prefix", ["", PREFIX])
 @pytest.mark.parametrize(("method", "path"), PROTECTED)
-def test_a_key_is_needed(one_seat: Daemon, method: str, path: str, prefix: str) -> None:
-    """Without a valid key: 401 with a code, also through the path prefix of a proxy that does not
-    strip it.
-    """
+def test_requests_without_a_key_get_401(one_seat: Daemon, method: str, path: str, prefix: str) -> None:
+    """Without one: 401 with a code, also through a proxy's path prefix."""
     wrong = ["", "Bearer", "Bearer wrong", f"Bearer {KEYS[0]}x", f"Basic {KEYS[0]}", KEYS[0]]
     with one_seat.client() as client:
         for value in wrong:
@@ -45,7 +43,7 @@ def test_a_key_is_needed(one_seat: Daemon, method: str, path: str, prefix: str) 
 
 
 @pytest.mark.parametrize("prefix", ["", PREFIX])
-def test_every_key_opens(one_seat: Daemon, prefix: str) -> None:
+def test_every_configured_key_is_accepted(one_seat: Daemon, prefix: str) -> None:
     """Each of several keys is accepted, the scheme in any case, with and without the prefix."""
     with one_seat.client() as client:
         for value in (f"Bearer {KEYS[0]}", f"Bearer {KEYS[1]}", f"bearer  {KEYS[1]}"):
@@ -73,9 +71,7 @@ def test_keys_and_texts_are_never_logged(one_seat: Daemon, one_seat_http: httpx.
 
 @pytest.mark.parametrize("keys", [(), KEYS])
 def test_clients_have_opaque_names(keys: tuple[str, ...]) -> None:
-    """Configured keys name clients; without them addresses do, because a client can send any
-    header. A name reveals neither.
-    """
+    """Keys name clients, or addresses without keys; a name reveals neither."""
     names = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

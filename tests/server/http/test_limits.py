@@ -43,10 +43,8 @@ def rejections(daemon: Daemon, reason: str) -> float:
     return float(line.split()[-1])
 
 
-def test_a_key_may_ask_so_often(limited: Daemon) -> None:
-    """More gets 429 in the shape of the endpoint, with the time to wait; another key is not
-    concerned.
-    """
+def test_rate_limit_per_key(limited: Daemon) -> None:
+    """429 in the shape of the endpoint, with the time to wait."""
     with limited.client("second") as client:
         statuses = [client.post("/v1/completions", json=SHORT).status_code for _ in range(3)]
         refused = client.post("/v1/completions", json=SHORT)
@@ -63,7 +61,7 @@ def test_a_key_may_ask_so_often(limited: Daemon) -> None:
     assert rejections(limited, "rate_limited") == 3
 
 
-def test_a_request_may_take_so_long(limited: Daemon) -> None:
+def test_request_timeout_ends_with_504(limited: Daemon) -> None:
     """Whole: 504. A stream: an error as its last event. The engine is free at once."""
     # Eight answers one after the other: seconds on any machine.
     slow = LONG | {"max_tokens": 1900, "n": 8, "speculation": {"enabled": False}}
@@ -77,9 +75,7 @@ def test_a_request_may_take_so_long(limited: Daemon) -> None:
 
 
 def test_a_prompt_beyond_the_waiting_tokens_is_refused(limited: Daemon) -> None:
-    """Prompts of 40 tokens: one runs, two wait, the fourth is too many; a first one is always let
-    in.
-    """
+    """Prompts of 40 tokens: one runs, two wait, the fourth is too many."""
     with limited.client("third") as client, open_stream(client, "/v1/completions", **LONG) as stream:
         next(stream)
         statuses: list[int] = []
@@ -113,9 +109,7 @@ def test_the_wait_for_a_grammar_counts() -> None:
 
 
 def test_an_answer_ends_when_it_cannot_be_sent(caplog: pytest.LogCaptureFixture) -> None:
-    """Over a unix socket no system timer watches: the daemon's own does, and the generation ends at
-    once.
-    """
+    """Over a unix socket the daemon's own timer watches."""
     ended = []
 
     async def deltas() -> AsyncGenerator[Any, None]:
@@ -152,9 +146,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_window_moves_with_time(clock: list[float]) -> None:
-    """At two per second the third must wait, and a later one may pass; each client has a separate
-    window.
-    """
+    """Two per second: the third waits, and each client has its own window."""
     rate = RateLimit([(2, 1.0)])
     assert [rate.take("a") for _ in range(3)] == [None, None, 1]
     assert rate.take("b") is None
@@ -182,6 +174,6 @@ def test_callers_are_forgotten_when_their_windows_have_passed(clock: list[float]
 
 
 @pytest.mark.parametrize("text", ["often", "0/minute", "60/minute;5/second", "5", "-1/second"])
-def test_a_strange_rate_is_a_bad_setting(text: str) -> None:
+def test_malformed_rate_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="60/minute"):
         Serve(rate_limit=text)

@@ -1,6 +1,4 @@
-"""`/infill`: the bodies that llama.vim and llama.vscode send, and the format of llama.cpp's
-answers.
-"""
+"""`/infill`: bodies of llama.vim and llama.vscode, and llama.cpp's answers."""
 
 from __future__ import annotations
 
@@ -96,9 +94,7 @@ def test_the_prompt_has_other_files_first_and_the_line_last(filling: httpx.Clien
 
 
 def read_prompts(client: httpx.Client, bodies: list[dict[str, Any]]) -> list[str]:
-    """The prompts that are read for some bodies, from the completions that have the same number of
-    tokens.
-    """
+    """Return the prompts that are read for some bodies."""
     prompts = []
     for body in bodies:
         fields = {**GREEDY, **body}
@@ -163,9 +159,7 @@ def test_bounds_of_lines_end_the_answer(filling: httpx.Client) -> None:
 
 
 def test_texts_that_do_not_fit_are_cut(filling: httpx.Client) -> None:
-    """The prefix at its beginning, the suffix at its end, and other files are left out from the
-    first one on.
-    """
+    """The prefix at its beginning, the suffix at its end, other files from the first on."""
     long = "".join(f"line {number}\n" for number in range(400))
     answer = answer_of(filling, input_prefix=long, input_suffix=long, input_extra=EXTRA, n_predict=30)
     assert answer["truncated"]
@@ -232,7 +226,7 @@ def test_a_model_without_marks_refuses(http: httpx.Client) -> None:
     assert "--fim-tokens" in error["message"]
 
 
-def test_a_key_is_needed(one_seat: Daemon) -> None:
+def test_requests_without_a_key_get_401(one_seat: Daemon) -> None:
     with one_seat.client() as client:
         assert error_of(client.post(f"{PREFIX}{INFILL}", json=GREEDY), 401)["code"] == "invalid_api_key"
         assert error_of(client.post(INFILL, json=GREEDY), 401)["code"] == "invalid_api_key"

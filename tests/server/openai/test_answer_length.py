@@ -1,6 +1,4 @@
-"""The bound on an answer's tokens under each of its names, when the context has less room than
-requested.
-"""
+"""The bound of an answer under each name, cut to the room in the context."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ def long(daemons: Daemons, pair_arguments: list[str]) -> dict[str, dict[str, Any
 def test_a_bound_beyond_the_context_is_cut_to_its_room(
     http: httpx.Client, long: dict[str, dict[str, Any]], path: str, name: str
 ) -> None:
-    """The header and the metrics have the bound that applies, also of a stream; without a cut there
-    is neither.
-    """
+    """Header and metrics have the bound that applies, also in streams."""
     body = long[path]
     whole = ask(http, path, body, **{name: 20 * MAX_POSITIONS})
     assert whole.status_code == 200, whole.text
@@ -68,10 +64,8 @@ def test_a_bound_beyond_the_context_is_cut_to_its_room(
 
 
 @pytest.mark.slow
-def test_an_answer_that_fills_the_context_says_so(http: httpx.Client) -> None:
-    """Each API has its reason, also for the shortest room of several prompts, and the count of cut
-    calls rises.
-    """
+def test_full_context_has_its_finish_reason(http: httpx.Client) -> None:
+    """Each API has its reason, and the count of cut calls rises."""
 
     def num_cut() -> float:
         (line,) = [line for line in http.get("/metrics").text.splitlines() if "max_tokens_cut_total{" in line]

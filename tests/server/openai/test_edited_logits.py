@@ -1,6 +1,4 @@
-"""Bias, penalties, allowed and bad words, min_tokens over HTTP: with speculation the same as
-without.
-"""
+"""Bias, penalties, words and min_tokens over HTTP, with speculation and without."""
 
 from __future__ import annotations
 
@@ -99,9 +97,7 @@ def test_a_bias_against_the_only_allowed_token_changes_nothing(http: httpx.Clien
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_answer_whose_masks_leave_no_token_ends_with_an_error(http: httpx.Client, shape: str) -> None:
-    """Before anything is drawn where the lists show it, else where the answer comes to such a
-    place.
-    """
+    """Before anything is drawn where lists show it, else where the answer gets there."""
     the = http.post("/tokenize", json={"prompt": " the", "add_special_tokens": False}).json()["tokens"]
     assert len(the) == 1
     masks = {"allowed_token_ids": the, "speculation": SHAPES[shape], "temperature": 1}

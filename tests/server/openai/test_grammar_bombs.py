@@ -45,9 +45,7 @@ def http(strict: Daemon) -> Iterator[httpx.Client]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_bombs_are_refused_while_a_neighbour_streams(http: httpx.Client, strict: Daemon, stream: bool) -> None:
-    """A native crash and an endless grammar: 400 that names the field, also where a stream was
-    asked for.
-    """
+    """A native crash and an endless grammar: 400 that names the field."""
     with open_stream(http, COMPLETIONS, **LONG) as neighbour, strict.client() as other:
         next(neighbour)
         error = error_of(other.post(COMPLETIONS, json={**SHORT, "response_format": CRASH, "stream": stream}), 400)
@@ -70,9 +68,7 @@ def test_a_client_that_leaves_ends_its_grammar(http: httpx.Client, stream: bool)
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_that_fails_later_ends_its_request_alone(http: httpx.Client, strict: Daemon, stream: bool) -> None:
-    """The system kills its process in the middle of the answer: the server's error, and the
-    neighbour goes on.
-    """
+    """Its process is killed in the middle of the answer; the neighbour goes on."""
     endless = {**SHORT, "max_tokens": 1500, "min_tokens": 1400, "structured_outputs": {"regex": "[a-z ]+"}}
     with open_stream(http, COMPLETIONS, **LONG) as neighbour, strict.client() as other:
         next(neighbour)
@@ -110,9 +106,7 @@ def test_a_grammar_that_fails_later_ends_its_request_alone(http: httpx.Client, s
 def test_a_grammar_ends_an_answer(
     http: httpx.Client, stream: bool, rest: str, status: int, code: str | None, advice: str
 ) -> None:
-    """After some tokens nothing may follow, or what may follow costs too much: an error, in a
-    stream its last event.
-    """
+    """Nothing may follow, or what may follow costs too much."""
     begin = "a good while, " * 8
     grammar = {"grammar": f'start: "{begin}" {rest}'}
     body = {**SHORT, "max_tokens": 200, "bad_words": ["c"], "structured_outputs": grammar}
@@ -131,9 +125,7 @@ def test_a_grammar_ends_an_answer(
 
 
 def test_clients_take_turns(strict: Daemon) -> None:
-    """Twenty costly grammars of one client, and a schema behind them: another client's schema, sent
-    last, is first.
-    """
+    """Another client's schema comes before twenty costly grammars."""
     schema = {**SHORT, "max_tokens": 200, "response_format": {"type": "json_schema", "json_schema": {"schema": OBJECT}}}
     costly = {**SHORT, "structured_outputs": {"grammar": 'start: /x+/ /x+/ "N"'}}
     many, few = (httpx.AsyncHTTPTransport(local_address=address) for address in ("127.0.0.2", "127.0.0.3"))
@@ -181,7 +173,7 @@ def kill_grammars(daemon: Daemon) -> None:
             os.kill(child, signal.SIGKILL)
 
 
-def test_strange_grammars_get_an_answer_or_400(http: httpx.Client) -> None:
+def test_fuzzed_grammars_get_an_answer_or_400(http: httpx.Client) -> None:
     """Some of those that `python -m loadtest.pressure grammars` sends."""
     chance = random.Random(1)
     statuses = []
@@ -193,10 +185,8 @@ def test_strange_grammars_get_an_answer_or_400(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_health_says_that_no_step_ends(http: httpx.Client, strict: Daemon, leaves: bool) -> None:
-    """The engine stands still with a request open, also one whose client has given up; then goes
-    on.
-    """
+def test_health_reports_a_stalled_engine(http: httpx.Client, strict: Daemon, leaves: bool) -> None:
+    """The engine stands still with a request open, then goes on."""
     engine = strict.engine_pid()
     with strict.client() as other, open_stream(http, COMPLETIONS, **LONG) as stream:
         assert other.get("/health").status_code == 200

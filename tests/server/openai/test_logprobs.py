@@ -1,6 +1,4 @@
-"""Logprobs over HTTP: OpenAI's shapes, equal with speculation on and off, equal whole and
-streamed.
-"""
+"""Logprobs over HTTP: OpenAI's shapes, equal with speculation and in streams."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ def test_logprobs_are_the_same_with_and_without_speculation(
 
 
 def test_a_completions_logprobs_agree_with_its_text(http: httpx.Client) -> None:
-    """One entry per token, offsets into the text, the likeliest first: at temperature 0 the token
-    itself.
-    """
+    """One entry per token, offsets into the text, the likeliest first."""
     found = completion_logprobs(http, temperature=0)
     assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["top_logprobs"]) == found["count"]
     assert "".join(found["tokens"]) == found["text"]
@@ -165,9 +161,7 @@ def test_a_streamed_echo(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prompt_logprobs_are_those_of_an_echo(http: httpx.Client, shape: str) -> None:
-    """vLLM's field: by place and token id, the likeliest ranked, nothing for the first token; chats
-    have it, too.
-    """
+    """vLLM's field, also in chats; nothing for the first token."""
     wish = {"temperature": 0, "max_tokens": 3, "speculation": SHAPES[shape]}
     echoed = answer_of(http, **wish, echo=True, logprobs=0)["choices"][0]["logprobs"]["token_logprobs"]
     tokens = http.post("/tokenize", json={"prompt": "Once upon"}).json()["tokens"]
@@ -212,9 +206,7 @@ def test_choices_share_the_logprobs_of_their_prompt(http: httpx.Client, stream: 
 
 
 def test_logprobs_of_a_prompt_are_asked_of_the_engine_once() -> None:
-    """The first outcome for a prompt carries them; outcomes of the other choices that come earlier
-    wait for it.
-    """
+    """The first outcome carries them; earlier outcomes of other choices wait."""
     tokenizer = Tokenizer(str(TOKENIZER))
     ids = tuple(tokenizer.encode("Once upon a time"))
     requests = [Request(request_id=str(i), prompt_token_ids=ids, num_logprobs=1) for i in range(3)]
@@ -270,9 +262,7 @@ def test_a_large_answer_is_encoded_in_its_own_thread(http: httpx.Client) -> None
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_prompt_is_scored_without_an_answer(http: httpx.Client, shape: str) -> None:
-    """max_tokens 0: the echo and its logprobs alone, whole and streamed; without echo an empty
-    text.
-    """
+    """max_tokens 0: the echo and its logprobs alone."""
     call = {"prompt": "Once upon a time", "temperature": 0, "speculation": SHAPES[shape]}
     one = completion_logprobs(http, **call, echo=True, max_tokens=1)
     none = completion_logprobs(http, **call, echo=True, max_tokens=0)
@@ -290,9 +280,7 @@ def test_a_prompt_is_scored_without_an_answer(http: httpx.Client, shape: str) ->
 
 @pytest.mark.parametrize("echo", [False, True])
 def test_offsets_count_characters_and_names_tell_bytes_apart(http: httpx.Client, echo: bool) -> None:
-    """Characters of several tokens: offsets stay in the text, and no two of the likeliest tokens
-    share a name.
-    """
+    """Offsets stay in the text, and no two tokens share a name."""
     word = "\u65e5\u672c\u8a9e\u2603\u65e5\u672c"
     fields = {"model": MODEL, "prompt": f"a{word}!", "echo": echo, "logprobs": 20, "max_tokens": 60, "seed": 1}
     choice = http.post("/v1/completions", json={**fields, "guided_choice": [word]}).json()["choices"][0]

@@ -1,6 +1,4 @@
-"""The official OpenAI client, unchanged, against a real daemon: shapes, usage, seeds, stops,
-errors.
-"""
+"""The official OpenAI client: shapes, usage, seeds, stops, errors."""
 
 from __future__ import annotations
 
@@ -82,9 +80,7 @@ def test_chat_stream_begins_with_the_role_and_ends_with_the_reason(openai_client
 
 
 def test_include_usage_adds_one_chunk_without_choices(openai_client: openai.OpenAI) -> None:
-    """Every chunk has `usage: null`; a last one has no choices and the same usage as a whole
-    answer.
-    """
+    """Every other chunk has `usage: null`."""
     chunks = chat_stream(openai_client, max_tokens=12, seed=1, stream_options={"include_usage": True})
     *before, last = chunks
     assert all(chunk.usage is None and "usage" in chunk.model_fields_set for chunk in before)
@@ -133,9 +129,7 @@ def test_null_is_the_same_as_left_out(openai_client: openai.OpenAI) -> None:
 
 
 def test_several_choices_differ_and_stream_as_they_are_whole(openai_client: openai.OpenAI) -> None:
-    """`n=3` gives three different texts, each with its own reason, and the same ones in a
-    stream.
-    """
+    """`n=3` gives three texts, the same in a stream."""
     answer = openai_client.chat.completions.create(
         model=MODEL, messages=MESSAGES, n=3, max_tokens=10, seed=3, extra_body=ENDLESS
     )
@@ -157,9 +151,7 @@ def test_several_choices_differ_and_stream_as_they_are_whole(openai_client: open
 
 
 def test_a_completion_takes_text_or_tokens(openai_client: openai.OpenAI) -> None:
-    """The same prompt as a string, in a list, as token ids and as a list of token ids gives the
-    same answer.
-    """
+    """A string, a list, token ids and a list of them give one answer."""
     from server.text.tokenizer import Tokenizer
     from tests.server.tiny_models import TOKENIZER
 
@@ -244,9 +236,7 @@ def test_a_wrong_key_is_an_authentication_error(one_seat: Daemon) -> None:
 
 
 def test_the_last_message_can_be_continued(openai_client: openai.OpenAI) -> None:
-    """The prompt ends within the assistant's message: two tokens fewer than one that asks for an
-    answer to it.
-    """
+    """The prompt ends within the assistant's message."""
     messages = [{"role": "user", "content": "Tell me."}, {"role": "assistant", "content": "Once upon a"}]
 
     def prompt_tokens(**more: Any) -> int:

@@ -1,6 +1,4 @@
-"""Predicted outputs and prompt lookup over HTTP: the same text in fewer steps, counted by drafter
-and in the usage.
-"""
+"""Predicted outputs and prompt lookup over HTTP: the same text in fewer steps."""
 
 from __future__ import annotations
 

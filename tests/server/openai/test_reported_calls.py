@@ -6,19 +6,15 @@ Every test names its reports by project and number, as in `test_public_reports.p
 from __future__ import annotations
 
 import json
-import re
-import sys
 from typing import Any
 
 import httpx
-import jsonschema
 import pytest
 
 from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
 from server.wire.fields import Function, Tool
 from tests.server.call_spellings import TEMPLATES
-from tests.server.completions import SHAPES
 from tests.server.daemon_process import MODEL, Daemons
 from tests.server.event_stream import open_stream
 from tests.server.good_bodies import CHAT, token_of
@@ -63,76 +59,22 @@ def chunks_of(http: httpx.Client, **more: Any) -> list[dict[str, Any]]:
         return [choice for chunk in stream.read() for choice in chunk["choices"]]
 
 
-def check(calls: list[dict[str, Any]]) -> None:
-    for call in calls:
-        arguments = json.loads(call["function"]["arguments"])
-        if call["function"]["name"] == "weather":
-            jsonschema.validate(arguments, PARAMETERS)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("choice", CHOICES, ids=["required", "named"])
-def test_forced_calls_are_valid_under_speculation(http: httpx.Client, choice: Any, shape: str) -> None:
-    """vllm-project/vllm#38106, #44006 and NVIDIA/TensorRT-LLM#16377: with drafts, calls were broken
-    or lost.
-    """
-    found = choice_of(http, tool_choice=choice, speculation=SHAPES[shape], parallel_tool_calls=False)
-    (call,) = found["message"]["tool_calls"]
-    check([call])
-    assert call["function"]["name"] in ("weather", "clock" if choice == "required" else "weather")
-
-
 @pytest.mark.parametrize("choice", CHOICES, ids=["required", "named"])
 def test_calls_end_with_their_own_reason(http: httpx.Client, choice: Any) -> None:
-    """vllm-project/vllm#25054, #9209, #53255 and Blaizzy/mlx-vlm#990: `stop` with calls, or
-    `tool_calls` without.
-    """
+    """vllm-project/vllm#25054, #9209, #53255, Blaizzy/mlx-vlm#990: another reason."""
     found = choice_of(http, tool_choice=choice, parallel_tool_calls=False)
     assert (found["finish_reason"], len(found["message"]["tool_calls"])) == ("tool_calls", 1)
     reasons = [one["finish_reason"] for one in chunks_of(http, tool_choice=choice, parallel_tool_calls=False)]
     assert [reason for reason in reasons if reason] == ["tool_calls"]
 
 
-def test_calls_of_a_stream_are_numbered(http: httpx.Client) -> None:
-    """sgl-project/sglang#6310, #5661 and ai-dynamo/dynamo#4723: all calls had the number 0, or
-    none.
-    """
-    for seed in range(20):
-        chunks = chunks_of(http, tool_choice="required", seed=seed, max_tokens=200)
-        pieces = [piece for one in chunks for piece in one["delta"].get("tool_calls") or []]
-        numbers = [piece["index"] for piece in pieces]
-        assert numbers == sorted(numbers)
-        begun = [piece["index"] for piece in pieces if piece.get("id")]
-        assert begun == [*range(len(begun))]
-        if len(begun) > 1:
-            return
-    pytest.fail("no answer had several calls")
-
-
-def test_one_call_is_one_call(http: httpx.Client) -> None:
-    """sgl-project/sglang#9696: `parallel_tool_calls: false` was ignored."""
-    for seed in range(4):
-        wish = {"tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
-        assert len(choice_of(http, **wish)["message"]["tool_calls"]) == 1
-
-
 def test_calls_have_logprobs_in_streams_too(http: httpx.Client) -> None:
-    """sgl-project/sglang#28601 and am17an/llama.cpp#35: log probabilities were lost or refused with
-    calls.
-    """
+    """sgl-project/sglang#28601, am17an/llama.cpp#35: lost or refused with calls."""
     wish = {"tool_choice": NAMED, "logprobs": True, "top_logprobs": 2}
     whole = choice_of(http, **wish)["logprobs"]["content"]
     streamed = [token for one in chunks_of(http, **wish) for token in (one.get("logprobs") or {}).get("content") or []]
     assert [token["token"] for token in streamed] == [token["token"] for token in whole]
     assert "weather" in "".join(token["token"] for token in whole)
-
-
-def test_listed_values_after_a_reference_are_followed(http: httpx.Client) -> None:
-    """ggml-org/llama.cpp#8073 and ollama/ollama#17597: values that are listed were not enforced."""
-    for seed in range(4):
-        (call,) = choice_of(http, tool_choice=NAMED, seed=seed)["message"]["tool_calls"]
-        assert json.loads(call["function"]["arguments"])["unit"] in ("celsius", "fahrenheit")
 
 
 def test_a_strict_function_without_parameters(http: httpx.Client) -> None:
@@ -162,17 +104,8 @@ def test_white_space_does_not_fill_structured_output(http: httpx.Client) -> None
     ],
 )
 def test_plain_text_is_typed_by_its_schema(schema: dict[str, Any], text: str, value: Any) -> None:
-    """ml-explore/mlx-lm#1330, #1635 and openvinotoolkit/model_server#3727: calls were lost, or
-    quotes of strings.
-    """
+    """ml-explore/mlx-lm#1330, #1635, openvinotoolkit/model_server#3727: calls were lost."""
     tool = Tool(type="function", function=Function(name="f", parameters={"properties": {"x": schema}}))
     reader = ToolCalls(ToolUse((tool,), "qwen3_coder", True, forced=False), None)
     reader.feed(f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>", True)
     assert [call.arguments for call in reader.calls] == [json.dumps({"x": value})]
-
-
-def test_every_case_names_its_report() -> None:
-    tests = {name: one for name, one in vars(sys.modules[__name__]).items() if name.startswith("test_")}
-    del tests["test_every_case_names_its_report"]
-    reports = {name: re.findall(r"[\w.-]+/[\w.-]+#\d+", one.__doc__ or "") for name, one in tests.items()}
-    assert [name for name, named in reports.items() if not named] == []

@@ -1,6 +1,4 @@
-"""`/v1/responses` with the official client: the same answers as a chat's, items, events, tools,
-refusals.
-"""
+"""`/v1/responses` with the official client: a chat's answers, items, events, tools."""
 
 from __future__ import annotations
 
@@ -34,10 +32,8 @@ def tool_client(tool_daemon: Daemon) -> Iterator[openai.OpenAI]:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_answers_as_a_chat_does(openai_client: openai.OpenAI, shape: str) -> None:
-    """Instructions are the system's message, parts are text, sampling and speculation are the
-    same.
-    """
+def test_responses_equal_chat_answers(openai_client: openai.OpenAI, shape: str) -> None:
+    """Instructions are the system's message; sampling and speculation are the same."""
     more = {"seed": 5, "ignore_eos": True, "speculation": SHAPES[shape]}
     answer = openai_client.responses.create(
         model=MODEL,
@@ -74,9 +70,7 @@ def test_a_user_is_there_if_the_request_names_one(openai_client: openai.OpenAI) 
 
 
 def test_a_response_repeats_what_the_request_said(tool_client: openai.OpenAI) -> None:
-    """Values that the request left out are those that were used; a response that is not complete
-    has no such time.
-    """
+    """Omitted values are those that were used."""
     names = "presence_penalty frequency_penalty reasoning max_tool_calls safety_identifier prompt_cache_key tools"
 
     def repeated(**more: Any) -> dict[str, Any]:
@@ -148,7 +142,7 @@ def test_some_functions_may_be_allowed(tool_client: openai.OpenAI) -> None:
         ask("cook")
 
 
-def test_a_call_and_its_result_go_round(tool_client: openai.OpenAI) -> None:
+def test_call_and_result_round_trip(tool_client: openai.OpenAI) -> None:
     """Function calls as items; the client sends its own objects back with the result."""
     wish = {**CALL, "tools": [FUNCTION], "max_output_tokens": 200, "temperature": 1}
     answer = tool_client.responses.create(**wish, tool_choice={"type": "function", "name": "weather"})

@@ -1,6 +1,4 @@
-"""`speculation.return_drafts`: every step's chains, whole and in streams, agree with the answer and
-its counts.
-"""
+"""`speculation.return_drafts`: chains agree with the answer and its counts."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def check(steps: list[dict[str, Any]], counted: dict[str, Any], num_tokens: int, text: str) -> None:
-    """Each step's accepted tokens begin one of its chains, and the steps' tokens are the
-    answer's.
-    """
+    """Check that accepted tokens begin one of the chains, and add up to the answer."""
     for step in steps:
         accepted = step["tokens"][: step["num_accepted"]]
         if step["chains"]:

@@ -15,9 +15,7 @@ from tests.server.good_bodies import CHAT, COMPLETIONS
 
 
 def test_a_whole_answer_counts_its_speculation(http: httpx.Client) -> None:
-    """The root of a whole answer has `metrics` with times and a consistent
-    `speculative_decoding`.
-    """
+    """`metrics` has times and a consistent `speculative_decoding`."""
     metrics = answer_of(http)["metrics"]
     counted = metrics["speculative_decoding"]
     check_counts(counted, 40)
@@ -48,9 +46,7 @@ def test_an_uncalibrated_daemon_reports_no_speedup(http: httpx.Client) -> None:
 
 
 def test_a_calibrated_daemon_reports_the_speedup(one_seat_http: httpx.Client) -> None:
-    """After calibration answers carry their speedup, in the body and as a header, streams in the
-    body.
-    """
+    """In the body and as a header; streams have it in the body."""
     response = one_seat_http.post(COMPLETIONS, json=CALL)
     speedup = response.json()["metrics"]["speculative_decoding"]["speedup"]
     assert speedup > 0
@@ -191,8 +187,7 @@ def test_a_request_chooses_its_own_shape_and_rule(http: httpx.Client, speculatio
 def test_impossible_requests_are_refused_by_name(
     http: httpx.Client, speculation: Any, param: str, temperature: float
 ) -> None:
-    """A value above a cap, an unknown rule or more chains than a rule can use: 400 that names the
-    field, never a clamp.
+    """A value above a cap, an unknown rule, too many chains: never a clamp.
 
     What is refused does not depend on the temperature.
     """
@@ -229,9 +224,7 @@ METHODS = ("iid", "without_replacement", "greedy", "most_likely")
 
 
 def check_served_or_refused(http: httpx.Client, rule: str, method: str | None, num_drafts: int | None) -> None:
-    """Assert that a combination is either served or refused by name, under wide distributions and
-    under narrow ones.
-    """
+    """Assert that a combination is served or refused, under wide and narrow laws."""
     speculation = {"rule": rule, "draft_method": method, "num_drafts": num_drafts, "draft_length": 3}
     for sampling in NARROW:
         response = http.post(COMPLETIONS, json={**CALL, **sampling, "max_tokens": 5, "speculation": speculation})

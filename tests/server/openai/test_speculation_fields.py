@@ -26,9 +26,7 @@ def speculation(asked: dict[str, Any], **settings: Any) -> Speculation:
     "asked", [{}, {"enabled": True}, {"return_drafts": True}, {"enabled": True, "return_drafts": True}]
 )
 def test_drafts_if_anything_drafts_are_plain_decoding(asked: dict[str, Any]) -> None:
-    """The live page and `polydraft chat` ask for such drafts; text drafts are used if the server
-    has them.
-    """
+    """The live page and `polydraft chat` ask so; text drafts are used if there are any."""
     assert speculation(asked) == Speculation()
     assert speculation(asked, drafters=("prompt_lookup",)).drafters == ("prompt_lookup",)
 

@@ -1,6 +1,4 @@
-"""Stop strings and stop tokens of real answers: nothing after them, no trace of them, whole or
-streamed.
-"""
+"""Stop strings and stop tokens of answers: nothing after them, no trace of them."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ def a_stop_in(text: str, start: int) -> str:
 @pytest.mark.parametrize("start", [0, 30, 60])
 @pytest.mark.parametrize("as_list", [False, True])
 def test_an_answer_ends_before_its_stop_string(http: httpx.Client, full_text: str, start: int, as_list: bool) -> None:
-    """The text is what comes before the stop string, whole and streamed, and the reason is
-    `stop`.
-    """
+    """Whole and streamed, with the reason `stop`."""
     stop = a_stop_in(full_text, start)
     call = {**CALL, "stop": ["never to be seen", stop] if as_list else stop}
     whole = http.post(PATH, json=call).json()
@@ -54,9 +50,7 @@ def test_an_answer_ends_before_its_stop_string(http: httpx.Client, full_text: st
 
 
 def test_no_chunk_holds_the_beginning_of_a_stop_string(http: httpx.Client, full_text: str) -> None:
-    """Text that may become a stop string is held back: no prefix of the stream contains a part of
-    one.
-    """
+    """Text that may become a stop string is held back."""
     stop = a_stop_in(full_text, 40)
     sent = ""
     with open_stream(http, PATH, **CALL, stop=[stop]) as stream:
@@ -102,10 +96,8 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Once upon"}]}
 
 
 @pytest.mark.parametrize(("path", "prompt"), [(PATH, {}), ("/v1/chat/completions", CHAT)])
-def test_an_answer_names_what_ended_it(http: httpx.Client, path: str, prompt: dict[str, Any]) -> None:
-    """`stop_reason` is the stop string or the stop token's id, and null after any other end; a
-    stream's last chunk has the same, and no other chunk any.
-    """
+def test_stop_reason_names_the_stop(http: httpx.Client, path: str, prompt: dict[str, Any]) -> None:
+    """`stop_reason` is the stop string or the token's id, in a stream's last chunk alone."""
     call = {key: value for key, value in CALL.items() if not prompt or key != "prompt"} | prompt
     (free,) = http.post(path, json={**call, "return_token_ids": True}).json()["choices"]
     text = free["text"] if path == PATH else free["message"]["content"]
@@ -147,9 +139,7 @@ FORCED: dict[str, Any] = {**CALL, "max_tokens": 6, "temperature": 0, "logit_bias
 @pytest.mark.parametrize("includes", [False, True])
 @pytest.mark.parametrize("stop", ["<|user|>", "<|user|><|user|>"])
 def test_a_special_token_that_is_not_shown_ends_an_answer(http: httpx.Client, stop: str, includes: bool) -> None:
-    """Whole and streamed; several tokens of a step are cut after the one that completes the stop
-    string.
-    """
+    """Tokens are cut after the one that completes the stop string."""
     free = http.post(PATH, json={**FORCED, "return_token_ids": True}).json()["choices"][0]
     assert free["token_ids"] == [USER] * 6
     assert free["text"] == ""

@@ -1,6 +1,4 @@
-"""`suffix` of completions: prompts, ends and refusals, with the official client and with the bodies
-of Continue.
-"""
+"""`suffix` of completions: prompts, ends, refusals, and Continue's bodies."""
 
 from __future__ import annotations
 
@@ -78,9 +76,7 @@ def test_continue_fills_gaps_in_the_format_of_mistral(filling: httpx.Client) -> 
 
 
 def test_continue_writes_the_marks_itself_without_a_suffix(filling: httpx.Client) -> None:
-    """Its provider `openai` with a template: special tokens of a prompt without a suffix are
-    tokens.
-    """
+    """Special tokens of a prompt without a suffix are tokens."""
     prompt = f"<|fim_prefix|>{BEFORE}<|fim_suffix|>{AFTER}<|fim_middle|>"
     body = {**CALL, "prompt": prompt, "stop": QWEN_STOPS}
     del body["suffix"]
@@ -146,9 +142,7 @@ def test_text_drafts_come_from_the_suffix(filling: httpx.Client) -> None:
 
 
 def test_drafts_from_the_suffix_are_verified(filling: httpx.Client) -> None:
-    """After five right words the suffix goes on otherwise: that draft is refused, and the answer is
-    the same.
-    """
+    """After five right words the suffix goes on otherwise."""
     steps = drafted_steps(filling, COPIES + "".join([*WORDS[:5], WORDS[7], WORDS[6]]))
     refused = [chain[step["num_accepted"] :] for step in steps for chain in step["chains"]]
     assert WORDS[7] in [chain[0] for chain in refused if chain]

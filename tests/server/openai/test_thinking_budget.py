@@ -1,7 +1,4 @@
-"""Thoughts that the engine follows, on a daemon whose model has the tags as tokens: a budget ends
-them, and structured output comes after them. The distribution is enumerated in
-tests/engine/test_output_distribution.py.
-"""
+"""Thoughts that the engine follows: a budget ends them, structured output follows."""
 
 from __future__ import annotations
 
@@ -125,9 +122,7 @@ def test_structured_output_comes_after_the_thoughts(client: httpx.Client, shape:
 
 
 def test_structured_output_may_come_without_thoughts(client: httpx.Client) -> None:
-    """If the prompt has closed the thoughts, the grammar applies; if it has not, the model
-    chooses.
-    """
+    """If the prompt has not closed the thoughts, the model chooses."""
     none = CAPITALS | {"reasoning_effort": "none", "logit_bias": {str(OPENS): 100}}
     open_to_both = CAPITALS | {"thinking_token_budget": 4}
     assert re.fullmatch("[A-Z]{2,6}", answer(client, **none)[1]["content"])
@@ -149,7 +144,7 @@ def test_messages_have_the_budget_of_their_own_api(thinking: Daemon) -> None:
     assert [block.type for block in made.content] == ["thinking", "text"]
 
 
-def test_a_budget_holds_where_nothing_is_thought(http: httpx.Client) -> None:
+def test_budget_without_thoughts_changes_nothing(http: httpx.Client) -> None:
     """It is kept by itself."""
     body = {"model": MODEL, "messages": ASKED["messages"], "max_tokens": 4, "seed": 1}
     plain, bounded = (http.post(CHAT, json=body | more).json() for more in ({}, {"thinking_token_budget": 2}))

@@ -1,6 +1,4 @@
-"""Function tools over HTTP with the official client: in the prompt, forced by grammars, streamed,
-sent back.
-"""
+"""Function tools over HTTP: in the prompt, forced, streamed, sent back."""
 
 from __future__ import annotations
 
@@ -95,9 +93,7 @@ OPINION = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["json_schema", "json_object"])
 def test_an_answer_is_calls_or_what_the_schema_says(client: openai.OpenAI, kind: str) -> None:
-    """Agents with an output type send both. A random model chooses either; an answer that must call
-    has calls only.
-    """
+    """Agents with an output type send both; an answer that must call has calls only."""
     response_format: Any = {"type": "json_schema", "json_schema": {"name": "opinion", "schema": OPINION}}
     if kind == "json_object":
         response_format = {"type": "json_object", "schema": OPINION}
@@ -147,9 +143,7 @@ def test_references_within_the_schema_of_a_function_are_followed(client: openai.
 
 
 def test_arguments_are_an_object_whatever_their_schema_leaves_open(client: openai.OpenAI) -> None:
-    """A format that only annotates, as pydantic writes for secrets and paths, is no reason to
-    refuse a function.
-    """
+    """A format that only annotates is no reason to refuse a function."""
     parameters = {"properties": {"path": {"type": "string", "format": "path", "maxLength": 4}}, "required": ["path"]}
     function = {"name": "open", "parameters": {**parameters, "additionalProperties": False}}
     answer = ask(client, tools=[{"type": "function", "function": function}], tool_choice="required", n=4, seed=3)
@@ -209,9 +203,7 @@ def test_a_conversation_goes_on_after_a_call(client: openai.OpenAI) -> None:
 def test_strict_tools_bind_a_free_answer(
     client: openai.OpenAI, tool_daemon: Daemon, request: pytest.FixtureRequest
 ) -> None:
-    """Text or calls as the model likes, but a call is a right one: the bias makes the random model
-    begin some.
-    """
+    """Text or calls, but a call is a right one; the bias makes the model begin some."""
     with tool_daemon.client() as http:
         bodies = [{"prompt": text, "add_special_tokens": False} for text in "{<"]
         tokens = [http.post("/tokenize", json=body).json()["tokens"] for body in bodies]

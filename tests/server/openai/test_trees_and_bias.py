@@ -51,9 +51,7 @@ def counted(http: httpx.Client, **more: Any) -> dict[str, Any]:
 def test_trees_are_served(
     http: httpx.Client, rule: str, method: str | None, tree: list[int], temperature: float
 ) -> None:
-    """A tree sets the number of chains and their length; at temperature 0 the text is that of plain
-    decoding.
-    """
+    """At temperature 0 the text is that of plain decoding."""
     speculation = {"rule": rule, "draft_method": method, "tree": tree}
     body = answer_of(http, speculation=speculation, temperature=temperature)
     found = body["metrics"]["speculative_decoding"]
@@ -115,9 +113,7 @@ def test_the_gap_to_the_optimum_is_reported(lossy_http: httpx.Client) -> None:
 
 
 def test_a_request_that_names_no_shape_gets_the_servers_tree(lossy_http: httpx.Client) -> None:
-    """A request that names nothing gets the server's rule and tree; one that names a shape gets
-    chains of it.
-    """
+    """One that names a shape gets chains of it."""
     own = counted(lossy_http)
     assert (own["rule"], own["num_spec_tokens"]) == ("traversal", 3)
     assert own["drafters"]["model"]["num_drafts"] == 4 * own["num_spec_steps"]

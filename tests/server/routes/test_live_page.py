@@ -57,9 +57,7 @@ def browser() -> Iterator[Browser]:
 
 
 def opened(browser: Browser, url: str, path: str = "/", width: int = 1440) -> tuple[Page, list[str]]:
-    """The page, and what must stay empty: its console, its errors and its requests to other
-    places.
-    """
+    """Return (the page, its console, errors and requests elsewhere, which must stay empty)."""
     page = browser.new_page(viewport={"width": width, "height": 900})
     noted: list[str] = []
     page.on("console", lambda message: noted.append(message.text))
@@ -116,9 +114,7 @@ def send(page: Page, text: str) -> str:
 
 @pytest.mark.parametrize("width", [360, 1440])
 def test_a_conversation_survives_a_reload(browser: Browser, daemon: Daemon, width: int) -> None:
-    """The second request has the first turn, the system prompt and the seed; after a reload
-    everything is there.
-    """
+    """The second request has the first turn, the system prompt and the seed."""
     page, noted = opened(browser, daemon.url, width=width)
     expect(page.locator("#status")).to_have_text("ready")
     expect(page.locator("#model")).to_have_text(MODEL)
@@ -216,9 +212,7 @@ def test_markdown_runs_nothing_and_loads_nothing(browser: Browser, daemon: Daemo
 
 
 def test_an_answer_is_shown_as_markdown(browser: Browser, daemon: Daemon) -> None:
-    """Each construct is an element, its letters keep their origins, and the switch shows the text
-    as it was written.
-    """
+    """Letters keep their origins, and the switch shows the text as written."""
     page, noted = opened(browser, daemon.url)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     let_answer(page, MARKDOWN)
@@ -280,10 +274,8 @@ def test_a_selection_stays_while_the_answer_grows(browser: Browser, daemon: Daem
     page.close()
 
 
-def test_a_finished_answer_stays_in_sight(browser: Browser, daemon: Daemon) -> None:
-    """With its figures, though its drawings follow below; without drafts its tokens have no
-    colours.
-    """
+def test_finished_answer_stays_visible(browser: Browser, daemon: Daemon) -> None:
+    """Without drafts its tokens have no colours."""
     page, noted = opened(browser, daemon.url)
     bodies: list[dict[str, Any]] = []
     page.on("request", lambda request: request.method == "POST" and bodies.append(json.loads(request.post_data or "")))
@@ -311,9 +303,7 @@ def test_a_finished_answer_stays_in_sight(browser: Browser, daemon: Daemon) -> N
 
 
 def test_a_refused_message_can_be_sent_again(browser: Browser, daemon: Daemon) -> None:
-    """The server's reason is shown, and the message is in its field again; a stopped answer stays
-    as far as it is.
-    """
+    """The message is in its field again; a stopped answer stays."""
     page, _ = opened(browser, daemon.url)
     set_up(page, chains="1000")
     page.fill("#message", "hello")
@@ -332,9 +322,7 @@ def test_a_refused_message_can_be_sent_again(browser: Browser, daemon: Daemon) -
 
 
 def test_a_wrong_key_is_named(browser: Browser, one_seat: Daemon) -> None:
-    """A missing key and a wrong one have different messages; the right one is kept for the tab
-    alone.
-    """
+    """A missing key and a wrong one differ; the right one is kept for the tab."""
     page, _ = opened(browser, one_seat.url)
     expect(page.locator("#key-problem")).to_have_text("This server needs an API key.")
     assert page.inner_text("#model") == ""

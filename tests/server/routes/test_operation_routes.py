@@ -26,10 +26,8 @@ from tests.server.tiny_models import BOS, MAX_POSITIONS, VOCAB_SIZE
 ORIGIN = "https://chat.example"
 
 
-def test_text_goes_to_tokens_and_back(http: httpx.Client) -> None:
-    """Tokenize counts and spells, with and without special tokens; detokenize gives the text
-    back.
-    """
+def test_tokenize_and_detokenize_round_trip(http: httpx.Client) -> None:
+    """With and without special tokens."""
     body = http.post("/tokenize", json={"prompt": "hello there", "return_token_strs": True}).json()
     assert body["tokens"][0] == BOS
     assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
@@ -82,9 +80,7 @@ def test_probes_may_send_head(http: httpx.Client, path: str) -> None:
 
 
 def test_a_model_has_the_fields_that_benchmarks_read(http: httpx.Client) -> None:
-    """`vllm bench serve` without --model reads id and root: the model's folder or name on the
-    hub.
-    """
+    """`vllm bench serve` without --model reads id and root."""
     (card,) = http.get("/v1/models").json()["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", MAX_POSITIONS)
     assert Path(card["root"], "config.json").is_file()
@@ -99,13 +95,13 @@ def test_a_model_has_the_fields_that_benchmarks_read(http: httpx.Client) -> None
         ("/v1/responses", {"input": "a", "max_output_tokens": 2}),
     ],
 )
-def test_the_served_model_answers_a_request_without_a_name(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+def test_request_without_a_model_gets_the_served_one(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
     """The answer names it."""
     assert http.post(path, json=body).json()["model"] == MODEL
     assert error_of(http.post(path, json={**body, "model": "another"}), 404)["code"] == "model_not_found"
 
 
-def test_the_version_is_told(http: httpx.Client) -> None:
+def test_version_is_reported(http: httpx.Client) -> None:
     """The version of the package."""
     assert http.get("/version").json() == {"version": VERSION}
 
@@ -157,9 +153,7 @@ def test_an_internal_error_is_answered_and_logged(app: FastAPI, caplog: pytest.L
 
 
 def test_browsers_of_allowed_origins_may_ask(app: FastAPI) -> None:
-    """A preflight needs no key and allows the header that carries it; other origins are not
-    allowed.
-    """
+    """A preflight needs no key and allows the header that carries it."""
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     response = ask(app, "OPTIONS", "/v1/chat/completions", origin=ORIGIN, **asked)
     assert response.status_code == 200

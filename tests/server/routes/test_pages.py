@@ -1,6 +1,4 @@
-"""The pages without a browser: their files, their policy, their colours, and which token has which
-origin.
-"""
+"""The pages without a browser: files, policy, colours, and origins of tokens."""
 
 from __future__ import annotations
 
@@ -83,9 +81,7 @@ def assert_file(http: httpx.Client, source: str) -> None:
 
 
 def test_every_package_of_the_page_is_served_as_it_was_published(http: httpx.Client) -> None:
-    """Packages that modules import by name are in the page's map, which leads to the files of the
-    listed versions.
-    """
+    """The page's map leads to the files of the listed versions."""
     (text,) = re.findall(r'<script type="importmap"[^>]*>(.*?)</script>', http.get("/dashboard").text, re.S)
     packages: dict[str, str] = json.loads(text)["imports"]
     sums = dict(line.split()[::-1] for line in (LEZER / "SHA256SUMS").read_text().splitlines() if line[:1] != "#")
@@ -141,9 +137,7 @@ def totals_of(http: httpx.Client) -> dict[str, float]:
 
 
 def test_the_speedup_of_the_page_counts_tokens_of_measured_steps(one_seat_http: httpx.Client) -> None:
-    """All tokens of a calibrated daemon count; the page shows their number next to their
-    speedup.
-    """
+    """The page shows their number next to their speedup."""
     before = totals_of(one_seat_http)
     call = {"model": MODEL, "prompt": "hello", "max_tokens": 60, "ignore_eos": True, "seed": 1}
     call["speculation"] = {"num_drafts": 4, "draft_length": 3}
@@ -232,16 +226,12 @@ STORED = """(() => {
 
 @pytest.mark.parametrize(("room", "left"), [(10**9, [4, 0, "question 7"]), (500_000, [2, 0, "question 7"])])
 def test_a_stored_conversation_has_a_bound(room: int, left: list[Any]) -> None:
-    """The page's bound, or the browser's if it is smaller: the newest turns are what a reload
-    reads.
-    """
+    """The newest turns are what a reload reads."""
     assert evaluated("conversation.js", STORED, before=STORAGE.replace("ROOM", str(room))) == left
 
 
 def test_the_page_computes_the_speedup_of_answers() -> None:
-    """The page's formula is that of `Timing`, which answers and the log use; the second case has
-    the bound.
-    """
+    """The page's formula is that of `Timing`; the second case has the bound."""
     for usual_tokens_s in (0.5, 5.0):
         timing = Timing(3, 9, wall_s=0.4, plain_s=0.2, prompt_s=0.1, usual_s=0.25, usual_tokens_s=usual_tokens_s)
         of = f"page.speedupOf(name => ({json.dumps(asdict(timing))})[name])"

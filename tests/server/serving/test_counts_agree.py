@@ -66,9 +66,7 @@ def test_counts_end_with_the_call(http: httpx.Client) -> None:
 
 
 def test_cuts_come_inside_accepted_runs(http: httpx.Client) -> None:
-    """Otherwise the test above would compare equal things: some stop strings end inside a step's
-    tokens.
-    """
+    """Otherwise the test above would compare equal things."""
     answers = cut_inside_runs(http, **CUTS["stop string"], return_token_ids=True)
     drafted = cut_inside_runs(http, stop=None, return_token_ids=True)
     assert any(
@@ -78,9 +76,7 @@ def test_cuts_come_inside_accepted_runs(http: httpx.Client) -> None:
 
 
 def test_an_answer_whose_client_leaves_is_counted_once(http: httpx.Client) -> None:
-    """The client of a stream has seen no more tokens than are counted, and what came later counts
-    nowhere.
-    """
+    """The client has seen no more tokens than are counted."""
     before = scraped(http)
     usage = {"include_usage": True, "continuous_usage_stats": True}
     body = {**CALL, "max_tokens": 300, "ignore_eos": True, "stream_options": usage}

@@ -86,9 +86,7 @@ async def sleeper() -> AsyncIterator[Sleeper]:
 
 
 def run(test: Coroutine[Any, Any, None], **next_process: Any) -> list[Call]:
-    """Run a test in which later processes have these times; return the starts of later
-    processes.
-    """
+    """Run a test in which later processes have these times; return their starts."""
 
     def start(_: Any) -> Any:
         return start_fake(**next_process)
@@ -163,7 +161,7 @@ def test_a_request_that_leaves_while_the_engine_wakes_leaves_no_trace() -> None:
     assert len(run(test(), load_s=0.3)) == 1
 
 
-def test_an_engine_nobody_waits_for_any_more_is_not_woken() -> None:
+def test_abandoned_wake_is_cancelled() -> None:
     """A request that comes and leaves while the engine falls asleep."""
 
     async def test() -> None:
@@ -181,10 +179,8 @@ def test_an_engine_nobody_waits_for_any_more_is_not_woken() -> None:
 
 
 @pytest.mark.parametrize("failure", ["no such file: model.safetensors", ""])
-def test_a_wake_that_fails_is_an_error_for_all_who_wait(failure: str) -> None:
-    """If the model cannot be loaded, and if no process can be started: one error each, and the
-    client has ended.
-    """
+def test_failed_wake_is_an_error_for_all_waiting_requests(failure: str) -> None:
+    """If the model cannot be loaded, and if no process can be started."""
 
     async def test() -> None:
         async with sleeper() as sleeping:
@@ -212,9 +208,7 @@ def test_a_wake_that_fails_is_an_error_for_all_who_wait(failure: str) -> None:
 
 
 def test_no_count_goes_back_over_a_sleep() -> None:
-    """Counts of an engine begin at 0 with each process, also its CPU time; what is published only
-    grows.
-    """
+    """Counts of an engine begin at 0 with each process; what is published only grows."""
 
     async def test() -> None:
         async with sleeper() as sleeping:

@@ -1,6 +1,4 @@
-"""Clients that leave before their answer is complete: the work stops and the memory is free
-again.
-"""
+"""Clients that leave early: the work stops and its memory is free again."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ def check_aborted(http: httpx.Client, num_steps_before: float) -> None:
 
 @pytest.mark.slow
 def test_leaving_a_stream_frees_its_blocks(http: httpx.Client) -> None:
-    """A stream whose connection is closed after a few chunks stops running and gives its blocks
-    back.
-    """
+    """A stream that is closed after a few chunks stops running."""
     before = num_steps(http)
     with open_stream(http, PATH, **LONG) as stream:
         for _ in range(5):
@@ -97,7 +93,7 @@ def test_leaving_a_whole_answer_frees_its_blocks(daemon: Daemon, http: httpx.Cli
 
 
 @pytest.mark.slow
-def test_an_engine_left_by_everybody_says_that_it_is_idle(http: httpx.Client) -> None:
+def test_abandoned_engine_reports_idle(http: httpx.Client) -> None:
     """The gauges fall to zero by themselves, without another request."""
     with open_stream(http, PATH, **LONG) as stream:
         next(stream)
@@ -117,9 +113,7 @@ def test_a_finished_answer_leaves_nothing_behind(http: httpx.Client) -> None:
 
 
 def test_leaving_the_queue_makes_room(one_seat_http: httpx.Client) -> None:
-    """A stream that leaves while it waits, between two keep-alive comments, gives its place
-    back.
-    """
+    """A stream that leaves between two keep-alive comments gives its place back."""
     with open_stream(one_seat_http, PATH, **{**LONG, "n": 1}) as first:
         next(first)
         for _ in range(3):
@@ -131,9 +125,7 @@ def test_leaving_the_queue_makes_room(one_seat_http: httpx.Client) -> None:
 
 
 def test_an_error_behind_a_client_that_left_is_read() -> None:
-    """The next step fails while a comment is being sent, and the stream is closed before the step
-    is read.
-    """
+    """The next step fails while a comment is being sent."""
     unread: list[Any] = []
 
     async def failing() -> AsyncGenerator[Any, None]:

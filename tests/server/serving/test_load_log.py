@@ -51,7 +51,7 @@ def test_the_line_counts_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> 
     assert load.read() is None
 
 
-def test_nothing_is_written_while_nothing_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+def test_idle_daemon_logs_no_load(caplog: pytest.LogCaptureFixture) -> None:
     """One line for one interval with tokens, and none for those without."""
     caplog.set_level(logging.INFO, "polydraft")
     live = Live()

@@ -69,9 +69,7 @@ def check_names(samples: list[Sample]) -> None:
 
 
 def check_both_names(samples: list[Sample]) -> None:
-    """Assert that every sample under vLLM's name has the value of ours, and that the important ones
-    are there.
-    """
+    """Assert that vLLM's names have our values, and that the important ones exist."""
     ours = {
         (VLLM_NAMES.get(s.name, s.name.replace("polydraft_", "vllm:", 1)), tuple(sorted(s.labels.items()))): s.value
         for s in samples

@@ -23,9 +23,7 @@ def wait_until_idle(http: httpx.Client) -> None:
 
 
 def test_a_full_queue_refuses_with_retry_after(one_seat: Daemon, one_seat_http: httpx.Client) -> None:
-    """With one seat and one place taken the next call gets 429, whole or streamed; the waiting one
-    runs later.
-    """
+    """With one seat and one place taken the next call gets 429."""
     wait_until_idle(one_seat_http)
     with (
         openai.OpenAI(base_url=f"{one_seat.url}/v1", api_key=KEYS[0], max_retries=0) as client,
@@ -49,9 +47,7 @@ def test_a_full_queue_refuses_with_retry_after(one_seat: Daemon, one_seat_http: 
 
 
 def test_a_waiting_stream_is_kept_alive_by_comments(one_seat_http: httpx.Client) -> None:
-    """While a request waits, its stream sends comments; once it runs, chunks as if nothing had
-    been.
-    """
+    """Once it runs, its stream has chunks as usual."""
     wait_until_idle(one_seat_http)
     call = {**LONG, "max_tokens": 20, "seed": 5}
     with open_stream(one_seat_http, PATH, **call) as undisturbed:
@@ -68,7 +64,7 @@ def test_a_waiting_stream_is_kept_alive_by_comments(one_seat_http: httpx.Client)
     assert metrics["queue_time_ms"] >= 0
 
 
-def test_a_call_that_can_never_fit_is_not_told_to_retry(one_seat_http: httpx.Client) -> None:
+def test_impossible_call_gets_no_retry_after(one_seat_http: httpx.Client) -> None:
     """More answers than seats and places together: 400, not 429."""
     wait_until_idle(one_seat_http)
     assert error_of(one_seat_http.post(PATH, json={**LONG, "n": 3}), 400)["param"] == "n"
@@ -76,9 +72,7 @@ def test_a_call_that_can_never_fit_is_not_told_to_retry(one_seat_http: httpx.Cli
 
 
 def test_a_loading_daemon_answers_at_once(one_seat: Daemon) -> None:
-    """While the model loads the daemon is healthy but not ready, and refuses work with
-    Retry-After.
-    """
+    """It is healthy but not ready, and refuses work with Retry-After."""
     seen = one_seat.while_loading
     assert seen["/health"].status == 200
     assert seen["/metrics"].status == 200
@@ -89,7 +83,7 @@ def test_a_loading_daemon_answers_at_once(one_seat: Daemon) -> None:
     assert "loading" in seen["/v1/completions"].body
 
 
-def test_a_ready_daemon_says_so(one_seat_http: httpx.Client) -> None:
+def test_ready_daemon_reports_ready(one_seat_http: httpx.Client) -> None:
     """Once loaded, `/ready` and `/v1/models` are 200."""
     assert one_seat_http.get("/ready").status_code == 200
     assert one_seat_http.get("/v1/models").json()["data"][0]["id"] == MODEL

@@ -118,9 +118,7 @@ def test_a_refusal_has_its_reason(
 
 
 def test_probes_have_no_lines(json_daemon: Daemon, client: httpx.Client) -> None:
-    """Operation routes are at debug, also with a wrong method; calls of the model's routes are
-    not.
-    """
+    """Operation routes are at debug, also with a wrong method."""
     for path in ("/health", "/ping", "/ready", "/metrics", "/version", "/load", "/dashboard", "/dashboard/state", "/"):
         client.get(path, headers={"x-request-id": "probe"})
         client.post(path, headers={"x-request-id": "probe"})

@@ -36,9 +36,7 @@ def count_of(steps: list[tuple[int, bool, int]]) -> SpeculationCount:
 @settings(deadline=None)
 @given(steps=STEPS)
 def test_the_counts_agree_with_each_other(steps: list[tuple[int, bool, int]]) -> None:
-    """Histogram, steps, accepted tokens and mean say the same about the tokens that stayed in the
-    answer.
-    """
+    """About the tokens that stayed in the answer."""
     report = count_of(steps).report()
     drafted = [(accepted, kept) for accepted, drafts, kept in steps if drafts]
     if not drafted:
@@ -77,9 +75,7 @@ def test_merging_is_counting_both(first: list[tuple[int, bool, int]], second: li
 
 
 def test_speedup_is_plain_time_over_time_taken() -> None:
-    """Five tokens in steps of 10 ms where plain decoding takes 8 ms a token; steps not calibrated
-    do not count.
-    """
+    """Five tokens in steps of 10 ms, where plain decoding takes 8 ms a token."""
     counted = SpeculationCount("bv_race", LENGTH)
     counted.add_step(outcome(3, 2), stats(wall_s=0.010, plain_s=0.008))
     counted.add_step(outcome(2, 1), stats(wall_s=0.010, plain_s=0.008))
@@ -88,9 +84,7 @@ def test_speedup_is_plain_time_over_time_taken() -> None:
 
 
 def test_prompts_are_read_by_plain_decoding_too() -> None:
-    """Two steps of 10 ms for six tokens at 8 ms, the second 30 ms longer for another request's
-    prompt.
-    """
+    """Six tokens at 8 ms; the second step is 30 ms longer for another's prompt."""
     counted = SpeculationCount("bv_race", LENGTH)
     counted.add_step(outcome(3, 2), stats(wall_s=0.010, plain_s=0.008))
     counted.add_step(outcome(3, 2), stats(wall_s=0.040, plain_s=0.008, prompt_s=0.030))
@@ -113,9 +107,7 @@ PASSES = st.lists(
 
 
 def counted_passes(passes: list[tuple[int, float, float, float, float]]) -> SpeculationCount:
-    """Count passes with these times, as a step reports them: plain time and prompt together are at
-    most its time.
-    """
+    """Count passes with these times, of which plain and prompt are a part."""
     counted = SpeculationCount("bv_race", LENGTH)
     for num_tokens, wall_s, plain_share, prompt_share, usual_s in passes:
         prompt_s = prompt_share * wall_s
@@ -141,9 +133,7 @@ def test_no_answer_gains_more_than_its_tokens_per_pass(first: Any, second: Any) 
 
 
 def test_a_slow_pass_with_many_tokens_gains_no_more_than_its_tokens() -> None:
-    """The wrong variant takes each token's plain time from its own pass: a delay of one pass counts
-    once for each.
-    """
+    """The wrong variant counts a pass's delay once for each of its tokens."""
     counted = counted_passes([(1, 0.01, 1.0, 0.0, 0.01), (5, 0.1, 1.0, 0.0, 0.01)])
     assert counted.speedup == pytest.approx(3)
     assert (1 * 0.01 + 5 * 0.1) / 0.11 > 4

@@ -100,9 +100,7 @@ def test_a_bad_value_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_keys_can_be_repeated_or_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flags are repeated; the environment, which cannot, takes one key or several between
-    commas.
-    """
+    """The environment takes one key, or several between commas."""
     assert parse("--api-key", "a", "--api-key", "b").api_key == ["a", "b"]
     monkeypatch.setenv("POLYDRAFT_API_KEY", "one-key")
     assert parse().api_key == ["one-key"]
@@ -139,9 +137,7 @@ def test_an_empty_key_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) ->
 
 
 def test_without_a_model_the_embedded_pair_is_served() -> None:
-    """Target and draft of the repository; a named model comes without a draft unless one is
-    named.
-    """
+    """A named model comes without a draft unless one is named."""
     embedded = parse().engine_config().model
     assert Path(embedded.target, "config.json").is_file()
     assert embedded.draft is not None
@@ -152,7 +148,7 @@ def test_without_a_model_the_embedded_pair_is_served() -> None:
     assert parse("some/model", "--served-model-name", "x").served_name() == "x"
 
 
-def test_the_engine_is_told_what_was_set() -> None:
+def test_settings_reach_the_engine_config() -> None:
     """Flags reach the field of the engine's configuration that they are about."""
     config = parse(
         "m", "--draft-model", "d", "--dtype", "float32", "--device", "cpu", "--num-threads", "3", "--block-size", "8",

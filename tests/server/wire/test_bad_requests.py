@@ -1,6 +1,4 @@
-"""Requests that are wrong in any way: a 4xx in OpenAI's error shape that names the field, and the
-daemon serves on.
-"""
+"""Wrong requests: a 4xx that names the field, and the daemon serves on."""
 
 from __future__ import annotations
 
@@ -11,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from server.openai.responses import ResponsesRequest
+from server.wire.fields import ChatRequest, CompletionRequest, GenerationFields
 from tests.server.daemon_process import MODEL, Daemon
 from tests.server.good_bodies import CHAT, COMPLETIONS, GOOD, USER, error_of, send
 from tests.server.tiny_models import MAX_POSITIONS, VOCAB_SIZE
@@ -85,9 +85,7 @@ TOO_LONG = [5] * MAX_POSITIONS
     ],
 )
 def test_a_bad_value_is_refused_by_name(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
-    """A value of the wrong type, out of range or not served: 400 that names the field, before a
-    stream begins.
-    """
+    """Wrong types, out of range, not served: 400 before a stream begins."""
     for path in GOOD:
         for stream in (False, True):
             error = error_of(send(http, path, {"stream": stream, **fields}), 400)
@@ -170,6 +168,16 @@ def test_values_that_ask_for_nothing_are_accepted(http: httpx.Client) -> None:
         assert send(http, path, fields).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, ChatRequest), (COMPLETIONS, CompletionRequest), ("/v1/responses", ResponsesRequest)]
+)
+def test_null_means_a_field_is_absent(http: httpx.Client, path: str, body: type[GenerationFields]) -> None:
+    what = {CHAT: {"messages": [USER]}, COMPLETIONS: {"prompt": "x"}}.get(path, {"input": "x"})
+    length = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    fields = dict.fromkeys(body.model_fields) | {"model": MODEL, length: 1} | what
+    assert http.post(path, json=fields).status_code == 200
+
+
 def test_extreme_but_legal_values_are_served(http: httpx.Client) -> None:
     """Temperatures next to zero, empty filters and the ends of the seed range give an answer."""
     for fields in (
@@ -219,9 +227,7 @@ def test_values_that_json_does_not_have_are_refused(http: httpx.Client, fields: 
 
 @pytest.mark.parametrize("end", [0, 1])
 def test_the_ends_of_openai_s_bounds_are_taken(http: httpx.Client, end: int) -> None:
-    """The least and the largest value of each field; an answer of 0 tokens is empty and ended by
-    its length.
-    """
+    """An answer of 0 tokens is empty and ended by its length."""
     bounds = {
         "temperature": (0, 2),
         "top_p": (0, 1),
@@ -261,13 +267,6 @@ def test_a_number_too_large_for_json_readers_is_refused_by_name(http: httpx.Clie
     body = json.dumps({**GOOD[COMPLETIONS], param: 0}).replace(f'"{param}": 0', f'"{param}": {number}')
     response = http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
     assert error_of(response, 400)["param"] == param
-
-
-def test_a_byte_order_mark_is_skipped(http: httpx.Client) -> None:
-    """Some clients on Windows begin UTF-8 with one."""
-    content = b"\xef\xbb\xbf" + json.dumps(GOOD[COMPLETIONS]).encode()
-    headers = {"content-type": "application/json"}
-    assert http.post(COMPLETIONS, content=content, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -318,9 +317,7 @@ def test_errors_are_counted_by_status(http: httpx.Client) -> None:
 
 
 def test_request_ids_are_echoed_or_made(http: httpx.Client) -> None:
-    """The caller's x-request-id comes back, cut to a bounded length; without one there is a new one
-    each time.
-    """
+    """Cut to a bounded length; without one there is a new one each time."""
     assert http.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
     assert http.get("/nowhere", headers={"x-request-id": "mine-2"}).headers["x-request-id"] == "mine-2"
     assert len(http.get("/health", headers={"x-request-id": "x" * 5000}).headers["x-request-id"]) <= 128

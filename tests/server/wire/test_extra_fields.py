@@ -1,6 +1,4 @@
-"""Fields of this server that are refused, that ask for nothing, or that only other servers of its
-kind have.
-"""
+"""Fields that are refused, ask for nothing, or are other servers'."""
 
 from __future__ import annotations
 
@@ -74,9 +72,7 @@ def test_fields_that_a_chat_does_not_serve_are_refused(http: httpx.Client, field
 
 @pytest.mark.parametrize("name", ["audio", "function_call"])
 def test_fields_that_a_message_does_not_serve_are_refused(http: httpx.Client, name: str) -> None:
-    """Other names in messages are kept out of the prompt: clients send back what other servers
-    returned them.
-    """
+    """Clients send back what other servers returned them."""
     message = {"role": "assistant", "content": "x", "annotations": [], "refusal": None}
     assert send(http, CHAT, {"messages": [message]}).status_code == 200
     error = error_of(send(http, CHAT, {"messages": [{**message, name: {"id": "x"}}]}), 400)
@@ -192,9 +188,7 @@ def test_token_ids_are_reported_in_vllms_places(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_streamed_token_ids_add_up_to_the_whole(http: httpx.Client, path: str) -> None:
-    """Every token once, also of steps whose text is held back; the prompt's with the first chunk
-    alone.
-    """
+    """Also of steps whose text is held back; the prompt's with the first chunk."""
     asked = {"return_token_ids": True, "n": 2, "max_tokens": 20, "seed": 1, "ignore_eos": True}
     whole = post(http, path, asked).json()
     with http.stream("POST", path, json={**BODIES[path], **asked, "stream": True}) as response:

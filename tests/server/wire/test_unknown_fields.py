@@ -61,9 +61,7 @@ def unknown_fields() -> UnknownFields:
 
 @pytest.mark.parametrize("path", sorted(BODIES))
 def test_unknown_names_are_ignored_and_reported(daemon: Daemon, http: httpx.Client, path: str) -> None:
-    """In the answer's header, and once in the log; never their values, and in a form that is fit
-    for both.
-    """
+    """In the answer's header, and once in the log; never their values."""
     sent = {"of_next_month": "something secret", "x\nERROR y": 1, "z" * 5000: 2}
     for _ in range(2):
         answer = post(http, path, sent)
