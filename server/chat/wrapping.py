@@ -34,7 +34,7 @@ class WordWrap:
                 self._spaces.append((style, part))
 
     def flush(self) -> Iterator[Styled]:
-        """Yield the word that waits, on a new line if it does not fit, without spaces at line ends."""
+        """Yield the word that waits, on a new line if it does not fit."""
         if not self._word:
             return
         spaces, word = self._spaces, self._word
