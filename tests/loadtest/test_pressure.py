@@ -73,7 +73,8 @@ def test_neighbour_reports_gaps_since_its_last_report() -> None:
 def test_a_daemon_is_disturbed_during_a_stream(tmp_path: Path) -> None:
     """Each row has the statuses of all its requests and what the neighbour saw meanwhile."""
     pair, pool = write_pair(tmp_path), Daemons(tmp_path)
-    daemon = pool.get(str(pair.target), "--served-model-name", "tiny", "--num-threads", "1", "--no-calibrate")
+    words = (str(pair.target), "--draft-model", str(pair.draft), "--num-threads", "1", "--no-calibrate")
+    daemon = pool.get(*words, "--served-model-name", "tiny")
     options = argparse.Namespace(
         max_request_bytes=SIZE, fields="stop", seconds=0.5, rate=100.0, requests=40, serve_args=""
     )
