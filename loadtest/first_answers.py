@@ -3,8 +3,8 @@ the first answer on?
 
 Three fresh daemons on the embedded pair take turns: one serves default answers alone, one answers
 with seeds, one plain answers. The median of the reports is compared with the speed of these answers
-over that of the plain ones. `--busy N` adds N processes that compute; `--cold` lets the daemons
-compile their kernels anew.
+over that of the plain ones. `--busy N` adds N processes that compute; `--cold` gives each daemon an
+empty cache of compiled kernels.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--starts", type=int, default=4, help="starts of the three daemons (default 4)")
     parser.add_argument("--answers", type=int, default=40, help="answers of each daemon (default 40)")
     parser.add_argument("--busy", type=int, default=0, help="processes that compute meanwhile (default 0)")
-    parser.add_argument("--cold", action="store_true", help="compile the kernels anew")
+    parser.add_argument("--cold", action="store_true", help="start with an empty cache of compiled kernels")
     parser.add_argument("--other", type=Path, help="checkout of another version, to alternate with")
     parser.add_argument("--serve-args", default="", help="further flags of the daemons")
     add_output_argument(parser)

@@ -33,7 +33,7 @@ _LONGEST_STEP = 5.0
 GUESS_VARIANCE = 0.25**2
 """Variance of the logarithm of a guessed cost."""
 _DRIFT = 2e-5
-"""What this variance grows by in a second."""
+"""Growth of this variance in a second."""
 _NOISE = (0.04**2, 0.1**2, 0.4**2)
 """Least, first and largest variance of a comparison."""
 _CHANGE = 3.0
@@ -84,7 +84,7 @@ class Bucket:
     """Arm that the present one is compared with."""
     _sum: float = 0.0
     _covariance_AA: Numbers = field(default_factory=lambda: np.zeros((1, 1)))
-    """Of the logarithms of the costs when they were last compared, in the order of the arms. Plain
+    """Covariance of the costs' logarithms at the last comparison, in the order of the arms. Plain
     steps have none, because their cost is the unit.
     """
     _compared_s: float = 0.0
@@ -187,8 +187,8 @@ class Bucket:
             noise = min(error**2, _CHANGE**2 * total) - known
             self.noise += _NOISE_RATE * (noise - self.noise)
             self.noise = min(max(self.noise, _NOISE[0]), _NOISE[2])
-        for one, influence in zip(self.arms.values(), influence_A, strict=True):
-            one.cost *= math.exp(float(influence) * error / total)
+        for known_arm, influence in zip(self.arms.values(), influence_A, strict=True):
+            known_arm.cost *= math.exp(float(influence) * error / total)
         self._covariance_AA = covariance_AA - np.outer(influence_A, influence_A) / total
         self._compared_s = now_s
         arm.is_compared = before.is_compared = True
