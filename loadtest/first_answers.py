@@ -1,16 +1,15 @@
 """`python -m loadtest.first_answers`: is the speedup that answers report true in ordinary use, from
 the first answer on?
 
-Each start of a daemon on the embedded pair serves default answers alone, then plain ones, then
-default ones again; a second start serves the same with seeds. The median of the reports is compared
-with the speed of the default answers over that of the plain ones. `--busy N` adds N processes that
-compute. `--turns` then serves default, seeded and plain answers in turns.
+Three fresh daemons on the embedded pair take turns: one serves default answers alone, one answers
+with seeds, one plain answers. The median of the reports is compared with the speed of these answers
+over that of the plain ones. `--busy N` adds N processes that compute; `--cold` gives each daemon an
+empty cache of compiled kernels.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import subprocess
@@ -18,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import httpx
@@ -33,6 +33,7 @@ _TEXTS = (
     "Can you find me a cheap hotel in London?",
     "Do you like music?",
 )
+_ARMS = ("default", "seeded", "plain")
 _NUM_FIRST = 4
 """Answers at the beginning whose reports are not compared."""
 _BUSY = "while True: pass"
@@ -77,81 +78,83 @@ def rate(answers: Sequence[TimedChat]) -> float:
     return sum(answer.tokens for answer in answers) / sum(answer.milliseconds for answer in answers)
 
 
-def start(arguments: Sequence[str], prefix: Sequence[str], arm: str, count: int) -> dict[str, Any]:
-    """Return the reports of a fresh daemon, and the true ratio."""
-    with running_daemon(arguments, prefix) as url:
-        client = Client(url)
-        first, plain, again = ([client.ask(one) for _ in range(count)] for one in (arm, "plain", arm))
-    found: dict[str, Any] = {"arm": arm, "first_reports": [answer.speedup for answer in first[:10]]}
-    found["with_drafts"] = sum(answer.has_drafts for answer in first)
-    for name, answers in (("before", first[_NUM_FIRST:]), ("after", again)):
-        reports = [answer.speedup for answer in answers if answer.speedup is not None]
-        true = rate(answers) / rate(plain[_NUM_FIRST:])
-        reported = statistics.median(reports) if reports else None
-        found[name] = {
-            "reported": reported,
-            "true": round(true, 3),
-            "reported_over_true": None if reported is None else round(reported / true, 3),
-        }
-    return found
-
-
-def turns(arguments: Sequence[str], prefix: Sequence[str], count: int) -> dict[str, float]:
-    """Return ratios of speeds of answers that take turns on a fresh daemon."""
+def start(arguments: Sequence[str], prefix: Sequence[str], count: int) -> dict[str, list[TimedChat]]:
+    """Return answers of fresh daemons, each of which serves one arm."""
+    answers: dict[str, list[TimedChat]] = {arm: [] for arm in _ARMS}
     order = random.Random(0)
-    answers: dict[str, list[TimedChat]] = {"default": [], "seeded": [], "plain": []}
-    with running_daemon(arguments, prefix) as url:
-        client = Client(url)
+    with ExitStack() as stack:
+        clients = {arm: Client(stack.enter_context(running_daemon(arguments, prefix))) for arm in _ARMS}
         for _ in range(count):
-            for arm in order.sample(list(answers), len(answers)):
-                answers[arm].append(client.ask(arm))
-    speeds = {arm: rate(found) for arm, found in answers.items()}
-    ratios = {f"{arm} over plain": speeds[arm] / speeds["plain"] for arm in ("default", "seeded")}
-    ratios["default over seeded"] = speeds["default"] / speeds["seeded"]
-    return {name: round(ratio, 3) for name, ratio in ratios.items()}
+            for arm in order.sample(_ARMS, len(_ARMS)):
+                answers[arm].append(clients[arm].ask(arm))
+    return answers
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """Return a table with a row for each start."""
-    rows = []
-    for found in result["starts"]:
-        cells = [
-            [found[name][key] for key in ("reported", "true", "reported_over_true")] for name in ("before", "after")
-        ]
-        rows.append([found["version"], found["arm"], found["with_drafts"], *cells[0], *cells[1]])
-    head = ["version", "arm", "with drafts", "reported", "true", "ratio", "reported after", "true", "ratio"]
-    return table(head, rows)
+def compared(starts: Sequence[dict[str, list[TimedChat]]], arm: str) -> dict[str, Any]:
+    """Return the reports of an arm's answers and the true ratio, over all starts."""
+    reports: list[float] = []
+    answers: list[TimedChat] = []
+    plain: list[TimedChat] = []
+    for found in starts:
+        answers += found[arm][_NUM_FIRST:]
+        plain += found["plain"][_NUM_FIRST:]
+    reports = [answer.speedup for answer in answers if answer.speedup is not None]
+    true = rate(answers) / rate(plain)
+    reported = statistics.median(reports)
+    timed = [answer for answer in answers if answer.speedup is not None]
+    weighted_s = sum(answer.milliseconds * (answer.speedup or 0.0) for answer in timed)
+    weighted = weighted_s / sum(answer.milliseconds for answer in timed)
+    return {
+        "arm": arm,
+        "with_drafts": sum(answer.has_drafts for answer in answers) / len(answers),
+        "reported": round(reported, 3),
+        "reported_by_time": round(weighted, 3),
+        "true": round(true, 3),
+        "reported_over_true": round(reported / true, 3),
+    }
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table with a row for each version and arm."""
+    return table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print and write JSON."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.first_answers", description=__doc__)
-    parser.add_argument("--starts", type=int, default=2, help="starts of each arm (default 2)")
-    parser.add_argument("--answers", type=int, default=40, help="answers of each kind (default 40)")
+    parser.add_argument("--starts", type=int, default=4, help="starts of the three daemons (default 4)")
+    parser.add_argument("--answers", type=int, default=40, help="answers of each daemon (default 40)")
     parser.add_argument("--busy", type=int, default=0, help="processes that compute meanwhile (default 0)")
-    parser.add_argument("--turns", type=int, default=0, help="rounds of default, seeded and plain answers")
+    parser.add_argument("--cold", action="store_true", help="start with an empty cache of compiled kernels")
     parser.add_argument("--other", type=Path, help="checkout of another version, to alternate with")
-    parser.add_argument("--serve-args", default="", help="further flags of the daemon")
+    parser.add_argument("--serve-args", default="", help="further flags of the daemons")
     add_output_argument(parser)
     options = parser.parse_args(arguments)
     versions: dict[str, list[str]] = {"this": []} | ({"other": in_folder(options.other)} if options.other else {})
-    words = options.serve_args.split()
-    starts: list[dict[str, Any]] = []
-    in_turns: list[dict[str, Any]] = []
+    starts: dict[str, list[dict[str, list[TimedChat]]]] = {version: [] for version in versions}
     with ExitStack() as stack:
         for _ in range(options.busy):
             busy = stack.enter_context(subprocess.Popen([sys.executable, "-c", _BUSY]))
             stack.callback(busy.kill)
         for _ in tqdm(range(options.starts), unit="start"):
             for version, prefix in versions.items():
-                for arm in ("default", "seeded"):
-                    starts.append({"version": version, **start(words, prefix, arm, options.answers)})
-                if options.turns:
-                    in_turns.append({"version": version, **turns(words, prefix, options.turns)})
-    names = ["starts", "answers", "busy", "turns"]
+                with TemporaryDirectory() as folder:
+                    cache = ["env", *prefix[1:], f"NUMBA_CACHE_DIR={folder}"] if options.cold else prefix
+                    starts[version].append(start(options.serve_args.split(), cache, options.answers))
+    rows = [
+        {"version": version, **compared(found, arm)}
+        for version, found in starts.items()
+        for arm in _ARMS
+        if arm != "plain"
+    ]
+    first = {
+        version: {arm: [[chat.speedup for chat in one[arm][:10]] for one in found] for arm in _ARMS}
+        for version, found in starts.items()
+    }
+    names = ["starts", "answers", "busy", "cold"]
     what = "speedups reported by the first answers of a daemon, and measured"
-    result = document(what, options, names, starts=starts, in_turns=in_turns)
-    print(markdown(result), json.dumps(in_turns), sep="\n\n")
+    result = document(what, options, names, rows=rows, first_reports=first)
+    print(markdown(rows))
     write(result, options.output)
     return 0
 

@@ -10,8 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.control.step_work import NO_DRAFTS
 from engine.fanout import Fanout
+
+Numbers = npt.NDArray[np.float64]
 
 COLD_STEPS = 4
 """Steps after which an arm has taken over. Caches hold its weights then, and the ends of answers,
@@ -25,14 +30,16 @@ _RECENT_STEPS = 24
 """Steps after which about a third of a step's influence on the recent time remains."""
 _LONGEST_STEP = 5.0
 """Ratio to the recent time at which a step is cut, because it had another cause."""
-_HALF_LIFE_S = 90.0
-"""Seconds after which a comparison has half of its weight."""
-_LEAST_RATE = 1 / 8
-"""Least influence of a new comparison on a cost."""
-GUESS_STD, _PAIR_STD = 0.25, 0.08
-"""Standard deviations of the logarithm of a guessed cost, and of a comparison."""
-_CHANGE = 0.35
-"""Logarithm of the ratio by which a comparison differs if something has changed."""
+GUESS_VARIANCE = 0.25**2
+"""Variance of the logarithm of a guessed cost."""
+_DRIFT = 2e-5
+"""Growth of this variance in a second."""
+_NOISE = (0.04**2, 0.1**2, 0.4**2)
+"""Least, first and largest variance of a comparison."""
+_CHANGE = 3.0
+"""Standard deviations by which a comparison differs if something has changed."""
+_NOISE_RATE = 1 / 16
+"""Influence of a comparison on the known variance of comparisons."""
 LONGEST_GAP_S = 30.0
 """Steps are not compared with steps that ended this long before."""
 
@@ -43,30 +50,11 @@ class StepArm:
 
     cost: float
     """Time of its steps over that of plain steps."""
-    weight: float = 0.0
-    """Faded number of comparisons; of plain steps, with any arm."""
-    compared_s: float = 0.0
+    is_compared: bool = False
     recent: float = 0.0
     """Time of its recent steps, and without drafting."""
     recent_rest: float = 0.0
     ended_s: float = -math.inf
-
-    def weight_at(self, now_s: float) -> float:
-        """Return the present weight of its comparisons."""
-        return self.weight * math.pow(0.5, (now_s - self.compared_s) / _HALF_LIFE_S)
-
-    def std_at(self, now_s: float) -> float:
-        """Return the standard deviation of the logarithm of its cost."""
-        return _PAIR_STD / math.sqrt(self.weight_at(now_s) + (_PAIR_STD / GUESS_STD) ** 2)
-
-    def count(self, error: float, now_s: float) -> float:
-        """Count a comparison and return its influence. error: its cost over the known one."""
-        earlier = self.weight_at(now_s)
-        if abs(math.log(error)) > _CHANGE:
-            earlier = min(earlier, 1.0)
-        self.weight = earlier + 1.0
-        self.compared_s = now_s
-        return max(1 / self.weight, _LEAST_RATE)
 
 
 @dataclass
@@ -88,11 +76,18 @@ class Bucket:
     """Steps of the present arm that a comparison waits for."""
     idle_s: float = -math.inf
     """Time of the last block of plain steps of an idle engine (`step/idle.py`)."""
+    noise: float = _NOISE[1]
+    """Variance of the logarithm of a comparison."""
     _next: Fanout = NO_DRAFTS
     _num_next: int = 0
-    _before: StepArm | None = None
-    """StepArm that the present one is compared with."""
+    _before: Fanout | None = None
+    """Arm that the present one is compared with."""
     _sum: float = 0.0
+    _covariance_AA: Numbers = field(default_factory=lambda: np.zeros((1, 1)))
+    """Covariance of the costs' logarithms at the last comparison, in the order of the arms. Plain
+    steps have none, because their cost is the unit.
+    """
+    _compared_s: float = 0.0
 
     @property
     def plain(self) -> StepArm:
@@ -102,7 +97,35 @@ class Bucket:
     @property
     def is_measured(self) -> bool:
         """Whether drafts have been compared with plain steps."""
-        return self.plain.weight > 0
+        return self.plain.is_compared
+
+    def add(self, drafts: Fanout) -> StepArm:
+        """Add an arm whose cost will be guessed."""
+        arm = self.arms[drafts] = StepArm(1.0)
+        self._covariance_AA = np.pad(self._covariance_AA, (0, 1))
+        self._covariance_AA[-1, -1] = GUESS_VARIANCE
+        return arm
+
+    def variances(self, base: Fanout, now_s: float) -> dict[Fanout, float]:
+        """Return the variances of the logarithms of the costs over that of one arm."""
+        covariance_AA = self._covariance_at(now_s)
+        variance_A = np.diag(covariance_AA)
+        if base not in self.arms:
+            return dict(zip(self.arms, (variance_A + GUESS_VARIANCE).tolist(), strict=True))
+        number = list(self.arms).index(base)
+        relative_A = variance_A + variance_A[number] - 2 * covariance_AA[number]
+        return dict(zip(self.arms, relative_A.tolist(), strict=True))
+
+    def _difference(self, drafts: Fanout, other: Fanout) -> Numbers:
+        """Return [A] the factors of the costs' logarithms in that of a ratio."""
+        return np.array([(one == drafts) - (one == other) for one in self.arms], float)
+
+    def _covariance_at(self, now_s: float) -> Numbers:
+        """Return the present covariance; costs drift, but a guess is the least that is known."""
+        grown_AA = self._covariance_AA + np.diag([0.0] + [_DRIFT * (now_s - self._compared_s)] * (len(self.arms) - 1))
+        factor_A = np.sqrt(np.minimum(1.0, GUESS_VARIANCE / np.maximum(np.diag(grown_AA), 1e-9)))
+        present_AA: Numbers = grown_AA * np.outer(factor_A, factor_A)
+        return present_AA
 
     def observe(self, drafts: Fanout, load: float, rest: float, step_s: float, now_s: float) -> None:
         """Record a step. load, rest: its time, and without drafting, in guessed plain steps."""
@@ -130,9 +153,9 @@ class Bucket:
         if LEAST_BLOCK_STEPS <= self.num_in_block < self.num_compared:
             self._compare(now_s)
         if self.num_in_block >= LEAST_BLOCK_STEPS:
-            self._before = self.arms[self.current]
+            self._before = self.current
         before = self._before
-        if before is self.arms[drafts] or (before and now_s - before.ended_s > LONGEST_GAP_S):
+        if before == drafts or (before is not None and now_s - self.arms[before].ended_s > LONGEST_GAP_S):
             self._before = None
         self.current = drafts
         self.num_in_block = 0
@@ -140,23 +163,35 @@ class Bucket:
         self._sum = 0.0
 
     def _compare(self, now_s: float) -> None:
-        """Correct the costs by the ratio of this block to the steps of the arm before it."""
-        arm, before = self.arms[self.current], self._before
-        if before is None:
+        """Correct the costs by the ratio of this block to the steps of the arm before it.
+
+        This is a step of a Kalman filter of the costs' logarithms.
+        """
+        if self._before is None:
             return
-        ratio = self._sum / self.num_in_block / before.recent
-        plain = self.plain
-        drafting, cost = (before, 1 / ratio) if arm is plain else (arm, ratio * before.cost)
-        error = cost / drafting.cost
-        rate = drafting.count(error, now_s)
-        is_first = False
-        if plain in (arm, before):
-            is_first = not plain.weight
-            rate = plain.count(error, now_s)
-        for other in self.arms.values():
-            # What was measured next to a guess is as wrong as the guess.
-            if other is drafting or (is_first and other.weight and other is not plain):
-                other.cost *= error**rate
+        arm, before = self.arms[self.current], self.arms[self._before]
+        error = math.log(self._sum / self.num_in_block / before.recent * before.cost / arm.cost)
+        covariance_AA = self._covariance_at(now_s)
+        difference_A = self._difference(self.current, self._before)
+        known = float(difference_A @ covariance_AA @ difference_A)
+        if error**2 > _CHANGE**2 * (known + self.noise):
+            # A guess was wrong, or something has changed; one comparison may be an accident.
+            guesses = [one for one in (self.current, self._before) if one and not self.arms[one].is_compared]
+            least = error**2 if guesses else self.noise
+            doubted = guesses or [one for one in (self.current, self._before) if one]
+            factor_A = np.where([one in doubted for one in self.arms], math.sqrt(max(1.0, least / known)), 1.0)
+            covariance_AA *= np.outer(factor_A, factor_A)
+        influence_A = covariance_AA @ difference_A
+        total = float(difference_A @ influence_A) + self.noise
+        if arm.is_compared and before.is_compared:
+            noise = min(error**2, _CHANGE**2 * total) - known
+            self.noise += _NOISE_RATE * (noise - self.noise)
+            self.noise = min(max(self.noise, _NOISE[0]), _NOISE[2])
+        for known_arm, influence in zip(self.arms.values(), influence_A, strict=True):
+            known_arm.cost *= math.exp(float(influence) * error / total)
+        self._covariance_AA = covariance_AA - np.outer(influence_A, influence_A) / total
+        self._compared_s = now_s
+        arm.is_compared = before.is_compared = True
 
 
 def block_steps(step_s: float) -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.control.acceptance import Acceptance
-from engine.control.arms import COLD_STEPS, GUESS_STD, LEAST_BLOCK_STEPS, Bucket, block_steps
+from engine.control.arms import COLD_STEPS, GUESS_VARIANCE, LEAST_BLOCK_STEPS, Bucket, block_steps
 from engine.control.step_time import StepTimes
 from engine.control.step_work import NO_DRAFTS, PLAIN, Shape
 from engine.fanout import Fanout, chains
@@ -152,19 +152,19 @@ class Controller:
         if bucket.current != chains(*best) or bucket.num_in_block < LEAST_BLOCK_STEPS:
             return best
         now_s = self.times.now_s
-        plain_std = bucket.plain.std_at(now_s)
+        variances = bucket.variances(chains(*best), now_s)
+        plain_std = math.sqrt(variances[NO_DRAFTS])
         is_plain_uncertain = plain_std > _PLAIN_STD and bucket.usual is None
         if best != PLAIN and (is_plain_uncertain or not bucket.is_measured):
             return PLAIN
-        hopes = {shape: value * math.exp(self._std(shape, bucket, now_s)) for shape, value in values.items()}
+        hopes = {shape: value * math.exp(self._std(shape, variances)) for shape, value in values.items()}
         hopes[PLAIN] = values[PLAIN] * math.exp(plain_std)
         hopes[best] = values[best]
         return max(hopes, key=hopes.__getitem__)
 
-    def _std(self, shape: Shape, bucket: Bucket, now_s: float) -> float:
+    def _std(self, shape: Shape, variances: dict[Fanout, float]) -> float:
         """Return the standard deviation of the logarithm of a shape's tokens per second."""
-        arm = bucket.arms.get(chains(*shape))
-        time_std = GUESS_STD if arm is None else arm.std_at(now_s)
+        time_std = math.sqrt(variances.get(chains(*shape), GUESS_VARIANCE))
         return math.hypot(time_std, self.acceptance.log_std(shape[0]))
 
     def _value(self, shape: Shape, bucket: Bucket, num_adaptive: int, others: Sequence[Fanout]) -> float:

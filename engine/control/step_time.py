@@ -94,7 +94,7 @@ class StepTimes:
             return 1.0
         arm = bucket.arms.get(fanout)
         share = num_drafting / rows
-        if arm is not None and arm.weight:
+        if arm is not None and arm.is_compared:
             return 1.0 + share * (arm.cost - 1.0)
         if bucket.usual is not None:
             usual = self.cost(bucket.usual, fanout, num_drafting, rows)
@@ -112,7 +112,7 @@ class StepTimes:
         measured = [
             (arm.cost - 1.0, self.prices.excess(rows, fanout))
             for fanout, arm in bucket.arms.items()
-            if arm.weight and fanout and fanout != MIXED
+            if arm.is_compared and fanout and fanout != MIXED
         ]
         if not measured:
             return 1.0
@@ -159,8 +159,8 @@ class StepTimes:
         bucket.text += _RATE * (work.text / work.rows - bucket.text)
         arm = bucket.arms.get(work.drafts)
         if arm is None:
-            arm = bucket.arms[work.drafts] = StepArm(1.0)
-        if not arm.weight:
+            arm = bucket.add(work.drafts)
+        if not arm.is_compared:
             arm.cost = self.cost(bucket, work.drafts, work.rows, work.rows)
         bucket.observe(work.drafts, wall_s / unit_s, (wall_s - draft_s) / unit_s, wall_s, now_s)
         return plain
@@ -172,7 +172,7 @@ class StepTimes:
         if not work.drafts:
             left_s -= draft_s if work.read else 0.0
             return PlainTimes(left_s, left_s, prompt_s)
-        if arm is not None and arm.weight and bucket.is_measured:
+        if arm is not None and arm.is_compared and bucket.is_measured:
             cost = max(1.0, arm.cost)
             usual_s = arm.recent * unit_s / cost
             # The draft model's reading of a prompt is no part of a usual step.

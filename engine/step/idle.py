@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from engine.control.arms import COLD_STEPS, LEAST_BLOCK_STEPS, LONGEST_GAP_S, MOST_BLOCK_STEPS, Bucket
 from engine.control.step_time import StepTimes
+from engine.control.step_work import NO_DRAFTS
 from engine.request import Limits, Request, Sampling
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
@@ -18,8 +19,8 @@ from engine.step.engine import Engine
 
 _MOST_STEPS = 2 + COLD_STEPS + MOST_BLOCK_STEPS
 _LONGEST_TEXT = 1024
-_PAUSE_S, _ENOUGH = (0.5, 10.0), 4.0
-"""Seconds between blocks of plain steps, before and after the comparisons have enough weight."""
+_PAUSE_S, _ENOUGH = (0.5, 10.0), 0.05
+"""Seconds between blocks of plain steps, before and after their time is known to this accuracy."""
 _MOST_S = 0.05
 """Seconds of plain steps between two looks at waiting messages."""
 
@@ -29,7 +30,7 @@ def lacking_plain(times: StepTimes, now_s: float) -> Bucket | None:
     bucket = times.drafting
     if bucket is None or bucket.num_in_block < LEAST_BLOCK_STEPS or not bucket.current:
         return None
-    pause_s = _PAUSE_S[bucket.plain.weight_at(now_s) >= _ENOUGH]
+    pause_s = _PAUSE_S[bucket.variances(bucket.current, now_s)[NO_DRAFTS] < _ENOUGH**2]
     has_ended = now_s - bucket.arms[bucket.current].ended_s > LONGEST_GAP_S
     return None if has_ended or now_s - bucket.idle_s < pause_s else bucket
 

@@ -236,3 +236,12 @@ def test_an_arm_that_was_not_measured_costs_as_much_more_than_guessed_as_the_oth
     served.run(CHAIN)
     served.run(())
     assert served.times.cost(bucket, (4, 1, 1), 1, 1) > 1.5 * guess
+
+
+def test_arms_that_were_compared_with_each_other_are_known_together() -> None:
+    served = Served()
+    for drafts in ((), CHAIN, (4, 1, 1)):
+        served.run(drafts)
+    bucket, now_s = served.times.bucket(1), served.machine.now
+    print(bucket.variances(CHAIN, now_s), bucket.variances((), now_s), bucket.arms)
+    assert bucket.variances(CHAIN, now_s)[(4, 1, 1)] < 0.7 * bucket.variances((), now_s)[(4, 1, 1)]

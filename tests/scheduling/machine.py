@@ -88,6 +88,7 @@ class Server:
     def __post_init__(self) -> None:
         self.controller = Controller(StepTimes(self.machine.prices()), 16)
         self._random = np.random.default_rng(7)
+        self._lengths = np.random.default_rng(11)
         self._left: list[float] = []
 
     def run(self, num_steps: int) -> list[Fanout]:
@@ -97,7 +98,7 @@ class Server:
     def step(self) -> StepWork:
         """One step."""
         num_new = max(0, self.num_requests - len(self._left))
-        self._left += [self.num_answer * self._random.uniform(0.5, 1.5) for _ in range(num_new)]
+        self._left += [self.num_answer * self._lengths.uniform(0.5, 1.5) for _ in range(num_new)]
         prompt = num_new * self.num_prompt
         shape = self._shape(prompt > 0)
         fanout = chains(*shape)
@@ -141,6 +142,13 @@ class Server:
         """Return tokens per second over this many steps."""
         began, before = self.machine.now, self.num_tokens
         self.run(num_steps)
+        return (self.num_tokens - before) / (self.machine.now - began)
+
+    def rate_of_answers(self, num_tokens: int) -> float:
+        """Return tokens per second while about this many are emitted."""
+        began, before = self.machine.now, self.num_tokens
+        while self.num_tokens < before + num_tokens:
+            self.step()
         return (self.num_tokens - before) / (self.machine.now - began)
 
 

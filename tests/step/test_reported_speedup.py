@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.control import step_time
+from engine.control import arms, step_time
 from engine.control.arms import COLD_STEPS
 from engine.control.step_time import StepTimes
 from engine.control.step_work import PLAIN
@@ -48,6 +49,34 @@ def true_and_reported(num_requests: int, times: float = 1.0) -> tuple[float, flo
 def test_requests_of_a_fixed_shape_report_their_speedup(num_requests: int, times: float) -> None:
     true, reported = true_and_reported(num_requests, times)
     assert reported == pytest.approx(true, rel=0.08)
+
+
+@pytest.mark.parametrize("knows_noise", [True, False])
+def test_reports_are_right_on_a_machine_whose_speed_wanders(knows_noise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes by a third within seconds, because others compute on the same processor.
+
+    The wrong variant thinks that comparisons are as exact as on an idle machine.
+    """
+    if not knows_noise:
+        monkeypatch.setattr(arms, "_NOISE", (arms._NOISE[0],) * 3)
+    errors = []
+    for seed in range(4):
+        random = np.random.default_rng(seed)
+        server = Server(replace(MACHINE), 0.75, num_prompt=20)
+        speed, plain_s, began = 0.0, 0.0, 0.0
+        for number in range(1500):
+            if number == 400:
+                server.timing, plain_s, began = Timing(), 0.0, server.machine.now
+            times = server.machine.times = float(np.exp(speed))
+            speed = 0.99 * speed + 0.045 * random.normal()
+            num_before = server.num_tokens
+            work = server.step()
+            plain_s += times * MACHINE.prompt_s * work.prompt
+            plain_s += times * (MACHINE.base_s + MACHINE.row_s) * (server.num_tokens - num_before)
+        assert server.timing.speedup is not None
+        errors.append(server.timing.speedup * (server.machine.now - began) / plain_s)
+
+    assert (np.std(errors) < 0.06) == knows_noise
 
 
 def test_plain_steps_as_they_were_measured_at_start_would_be_wrong() -> None:
