@@ -77,18 +77,14 @@ def _lay_out_values(values, head, slots, count, blocks):
 
 @compiled_for_cpu(**FAST)
 def _mask(scores, start, limit, near):
-    """Hide the keys of a tile of text that a row does not see; return whether it sees any.
+    """Hide the keys of a tile of text that a row does not see.
 
     start: number of the first key; limit: the row sees keys with lower numbers; near: keys at lower
     positions are outside the window.
     """
-    sees_any = False
     for key in range(TILE):
         number = start + key
-        is_seen = number < limit and number >= near
-        sees_any |= is_seen
-        scores[key] = scores[key] if is_seen else _HIDDEN
-    return sees_any
+        scores[key] = scores[key] if number < limit and number >= near else _HIDDEN
 
 
 def _reduced(builder, address, join):
@@ -139,22 +135,30 @@ def _total(_context, source):
 
 
 @compiled_for_cpu(**FAST)
-def _soften(scores, state):
-    """Turn a tile's scores into weights relative to the largest score so far; return the factor for
-    earlier results.
+def _soften(scores, states, results):
+    """Turn a tile's scores into weights relative to the largest score so far, and scale earlier
+    results.
 
-    scores: [`TILE`]; state: largest score and sum of weights.
+    scores: [Q, `TILE`]; results: [Q, D]; states: [Q, 4] largest score, sum of weights, and the
+    largest score before with the factor of earlier results. Each loop is over all queries, because
+    a query alone would wait for its largest score and for its factor.
     """
-    address = np.int64(scores.ctypes.data)
-    most = max(state[0], _largest(address))
-    # As a statement, this condition makes attention 7 % slower.
-    shrink = exponential(state[0] - most) if state[1] > 0 else np.float32(0)
-    for key in range(TILE):
-        weight = exponential(scores[key] - most)
-        # Scores that are NaN are not hidden, and make the result NaN.
-        scores[key] = weight if scores[key] != _HIDDEN else np.float32(0)
-    state[0], state[1] = most, state[1] * shrink + _total(address)
-    return shrink
+    num_queries = len(scores)
+    for query in range(num_queries):
+        states[query, 2] = states[query, 0]
+        states[query, 0] = max(states[query, 0], _largest(np.int64(scores[query].ctypes.data)))
+    for query in range(num_queries):
+        shrink = exponential(states[query, 2] - states[query, 0])
+        states[query, 3] = shrink if states[query, 1] > 0 else np.float32(0)
+    for query in range(num_queries):
+        most = states[query, 0]
+        for key in range(TILE):
+            weight = exponential(scores[query, key] - most)
+            # Scores that are NaN are not hidden, and make the result NaN.
+            scores[query, key] = weight if scores[query, key] != _HIDDEN else np.float32(0)
+        states[query, 1] = states[query, 1] * states[query, 3] + _total(np.int64(scores[query].ctypes.data))
+        for column in range(results.shape[1]):
+            results[query, column] *= states[query, 3]
 
 
 @compiled_for_cpu(**FAST)
@@ -234,19 +238,12 @@ def _num_nodes_seen(visible_bits):
     return count
 
 
-@compiled_for_cpu(**FAST)
-def _scale(result, factor):
-    """Multiply a result in place."""
-    for column in range(len(result)):
-        result[column] *= factor
-
-
 class _Queries(NamedTuple):
     """Queries of a part, row by row and head by head, and their state while tiles are added."""
 
     numbers: Any  # [Q, D] scaled queries
     bounds: Any  # [Q, 2] limit and near, as in `_mask`
-    states: Any  # [Q, 2] largest score and sum of weights
+    states: Any  # [Q, 4], see `_soften`
     results: Any  # [Q, D] sums of weighted values
 
 
@@ -300,11 +297,9 @@ def _attend_to_whole_tiles(keys, values, head, pages, page_size, first_key, last
         product(queries.numbers, memory.key_blocks, memory.no_scales, memory.no_bias, tile_scores, blocks, (0, 1))
         for query in range(num_queries):
             limit, near = queries.bounds[query, 0], queries.bounds[query, 1]
-            is_whole = start + TILE <= limit and start >= near
-            if is_whole or _mask(tile_scores[query], start, limit, near):
-                _scale(queries.results[query], _soften(tile_scores[query], queries.states[query]))
-            else:
-                tile_scores[query] = np.float32(0)
+            if start + TILE > limit or start < near:
+                _mask(tile_scores[query], start, limit, near)
+        _soften(tile_scores, queries.states, queries.results)
         _add_values(tile_scores, tile_values, memory, queries.results)
 
 
@@ -321,7 +316,8 @@ def _attend_to_rest(keys, values, head, rest, visible_bits, node_positions, quer
     num_queries, width = queries.numbers.shape
     num_blocks = (width + BLOCK - 1) // BLOCK
     rest_values = memory.value_blocks[: num_blocks * num_rest * BLOCK].reshape(num_blocks, num_rest, BLOCK)
-    tile = np.empty(TILE, np.float32)
+    tiles = np.empty((1, TILE), np.float32)
+    tile = tiles[0]
     places = np.empty(TILE, np.int64)
     weights = np.empty((num_queries, num_rest), np.float32)
     for first in range(0, num_rest, TILE):
@@ -339,7 +335,7 @@ def _attend_to_rest(keys, values, head, rest, visible_bits, node_positions, quer
             bounds = queries.bounds[query, 0], queries.bounds[query, 1]
             if not _gather(scores, start, num_text, first, bounds, seen, node_positions, tile, places):
                 continue
-            _scale(queries.results[query], _soften(tile, queries.states[query]))
+            _soften(tiles, queries.states[query : query + 1], queries.results[query : query + 1])
             for key in range(TILE):
                 if places[key] >= 0:
                     weights[query, places[key]] = tile[key]
@@ -381,7 +377,7 @@ def attend(
     queries = _Queries(
         numbers=np.empty((num_queries, width), np.float32),
         bounds=np.empty((num_queries, 2), np.int64),
-        states=np.zeros((num_queries, 2), np.float32),
+        states=np.zeros((num_queries, 4), np.float32),
         results=np.zeros((num_queries, width), np.float32),
     )
     memory = _Memory(
