@@ -168,7 +168,7 @@ class _Run:
         self._command = command
         self._server = server
         self._client = server.client
-        self._endpoint = LineEndpoint(server)
+        self._endpoint = LineEndpoint(server, server.settings.max_num_seqs)
         self._lines = lines
         self._num_done = num_done
         self._total = num_done + len(lines)

@@ -53,7 +53,8 @@ def open_batches(server: Server) -> Batches | None:
     store = BatchStore(database, limits)
     num_seats = settings.max_num_seqs
     at_once = settings.batch_max_num_seqs or max(1, num_seats * 3 // 4)
-    runner = BatchRunner(store, LineEndpoint(server), server.client, min(at_once, num_seats))
+    at_once = min(at_once, num_seats)
+    runner = BatchRunner(store, LineEndpoint(server, at_once), server.client, at_once)
     server.metrics.watch_batches(lambda: store.num_lines_left)
     return Batches(store, runner)
 

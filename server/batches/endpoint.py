@@ -29,6 +29,8 @@ log = logging.getLogger("polydraft")
 
 LINE_PRIORITY = 2 * UNATTENDED
 """Added to the priority of a line, so that all requests of interactive clients come before it."""
+_MANY_LINES = 16
+"""Lines at once from which on plain decoding is as fast as drafts, and its steps are shorter."""
 NOT_NOW = (429, 503)
 """Statuses of an endpoint that is to be asked again later."""
 _STREAM = "stream: the answer of a line is written whole; leave it out"
@@ -48,8 +50,9 @@ class _Received(NamedTuple):
 class LineEndpoint:
     """Endpoints of lines."""
 
-    def __init__(self, server: Server) -> None:
-        """Build the application; nothing is served yet."""
+    def __init__(self, server: Server, at_once: int) -> None:
+        """Build the application; nothing is served yet. at_once: lines that may run at once."""
+        self._are_many = at_once >= _MANY_LINES
         self._most_bytes = server.settings.max_request_bytes
         self._app = Application()
         error_responses.install(self._app)
@@ -62,7 +65,14 @@ class LineEndpoint:
         line_id: decides the random numbers of every attempt. Call it in a separate task: it sets
         the task's current call.
         """
-        call = HttpCall(new_id(), request.url, client=client, attempt_of=line_id, added_priority=LINE_PRIORITY)
+        call = HttpCall(
+            new_id(),
+            request.url,
+            client=client,
+            attempt_of=line_id,
+            is_one_of_many=self._are_many,
+            added_priority=LINE_PRIORITY,
+        )
         current_call.set(call)
         try:
             received = await self._received(request)

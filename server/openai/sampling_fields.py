@@ -370,6 +370,8 @@ def with_seed(
     """
     if not speculation.adaptive or sampling.is_certain:
         return speculation
+    if is_crowded and this_call().is_one_of_many and not limits.seed_shape:
+        return msgspec.structs.replace(speculation.without_drawn, adaptive=False)
     return with_fixed_shape(speculation, limits, facts.device, is_crowded)
 
 

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from engine.api import EngineBusy, Request, SpeculationConfig
+from server.batches.endpoint import LINE_PRIORITY, LineEndpoint
+from server.batches.lines import LineRequest
 from server.openai.preparing import Prepared, engine_requests
 from server.serving.engine_client import UNATTENDED, EngineClient, EngineState
 from server.settings.settings import Serve
 from server.text.tokenizer import GenerationDefaults
-from server.wire.current_call import HttpCall, current_call
+from server.wire.current_call import HttpCall, current_call, this_call
 from server.wire.fields import CompletionRequest
 from server.wire.ids import seed_of
 from tests.server.step_results import facts
+from tests.wrong import instead
 
 
-def requests_of(name: str, device: str = "cpu", **fields: Any) -> list[Request]:
+def requests_of(
+    name: str, device: str = "cpu", is_one_of_many: bool = False, seed_shape: Any = None, **fields: Any
+) -> list[Request]:
     """The engine requests of an attempt of the work with a name; "" for any other call."""
-    limits = SpeculationConfig(num_drafts=4, draft_length=5, adaptive=True)
+    limits = SpeculationConfig(num_drafts=4, draft_length=5, adaptive=True, seed_shape=seed_shape)
     client = SimpleNamespace(
         ready_facts=lambda: facts("model", device=device),
         config=SimpleNamespace(speculation=limits),
@@ -30,7 +36,7 @@ def requests_of(name: str, device: str = "cpu", **fields: Any) -> list[Request]:
     settings = SimpleNamespace(seed_stable=False)
     server = SimpleNamespace(client=client, defaults=GenerationDefaults(), settings=settings)
     body = CompletionRequest.model_validate({"prompt": "x", **fields})
-    before = current_call.set(HttpCall("", "", attempt_of=name))
+    before = current_call.set(HttpCall("", "", attempt_of=name, is_one_of_many=is_one_of_many))
     try:
         return engine_requests(cast(Any, server), body, Prepared([[1, 2]], [9]))
     finally:
@@ -65,6 +71,38 @@ def test_fields_of_a_body_hold_in_each_attempt() -> None:
     assert not request.speculation.adaptive
     (request,) = requests_of("line", temperature=0)
     assert request.speculation.adaptive, "no shape can change its answer"
+
+
+def test_one_of_many_attempts_does_not_draft() -> None:
+    """Unless the body or the server has a shape for it, or no shape can change its answer."""
+    many = partial(requests_of, "line", is_one_of_many=True)
+    (request,) = many()
+    assert (request.speculation.adaptive, request.speculation.num_drafts) == (False, 0)
+    asked = {"num_drafts": 2, "draft_length": 3}
+    shaped = (many(seed_shape=(1, 3)), many(speculation=asked), many(seed=7), many(temperature=0))
+    shapes = [request.speculation for (request,) in shaped]
+    assert [(one.num_drafts, one.draft_length, one.adaptive) for one in shapes] == [
+        (1, 3, False),
+        (2, 3, False),
+        (1, 4, False),
+        (1, 5, True),
+    ]
+
+
+@pytest.mark.parametrize(("at_once", "is_one_of_many"), [(15, False), (16, True)])
+def test_calls_of_a_line_have_its_name_and_the_last_priority(at_once: int, is_one_of_many: bool) -> None:
+    calls: list[HttpCall] = []
+
+    async def received(*_: Any) -> Any:
+        calls.append(this_call())
+        return SimpleNamespace(status=200, body=b"{}")
+
+    endpoint = LineEndpoint(cast(Any, SimpleNamespace(settings=Serve())), at_once)
+    with instead(LineEndpoint, "_received", received):
+        asyncio.run(endpoint.answer(LineRequest("/v1/completions", b"{}"), "me", "line"))
+    (call,) = calls
+    assert (call.attempt_of, call.client, call.added_priority) == ("line", "me", LINE_PRIORITY)
+    assert call.is_one_of_many == is_one_of_many
 
 
 def test_requests_that_nobody_waits_for_take_no_places_from_others() -> None:

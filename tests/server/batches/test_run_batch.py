@@ -133,7 +133,7 @@ def test_a_full_disk_delays_the_output(tmp_path: Path, monkeypatch: pytest.Monke
         return len(text[:3])
 
     async def run() -> None:
-        run = _Run(command, cast(Any, SimpleNamespace(client=None, settings=None)), [], 0, "name")
+        run = _Run(command, cast(Any, SimpleNamespace(client=None, settings=Serve())), [], 0, "name")
         output = cast(Any, SimpleNamespace(write=write))
         await asyncio.gather(*(run._write(b"answer\n", output) for _ in range(3)))
 
