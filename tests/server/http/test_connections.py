@@ -289,6 +289,17 @@ def test_more_answers_than_connections_are_refused(guarded: Daemon) -> None:
         wait_until(lambda: client.get("/load").json()["running"] == 0, "requests stay")
 
 
+def test_a_start_that_may_open_too_few_files_says_what_to_raise() -> None:
+    """Before the engine's process begins."""
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (20, 40));"
+        "from server.cli import main; sys.exit(main(['serve']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr == "polydraft: 40 files may be open, and a start needs 48; raise the limit (ulimit -n)\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "wanted", "expected", "warns"), [(300, 0, 249, False), (300, 100, 100, False), (60, 0, 28, True)]
@@ -297,8 +308,8 @@ def test_connections_leave_room_for_open_files(limit: int, wanted: int, expected
     """The limit of files is raised to the hard limit. Too few connections are a warning."""
     code = (
         f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (50, {limit}));"
-        "import logging; logging.basicConfig(); from server.daemon import most_connections;"
-        f"print(most_connections({wanted}), *resource.getrlimit(resource.RLIMIT_NOFILE))"
+        "import logging; logging.basicConfig(); from server import cli; from server.daemon import most_connections;"
+        f"cli._raise_file_limit(); print(most_connections({wanted}), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     most, soft, hard = map(int, done.stdout.split())
