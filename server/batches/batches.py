@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from server.batches.database import Database
-from server.batches.endpoint import LineEndpoint
+from server.batches.endpoint import LineEndpoint, shape_of_lines
 from server.batches.runner import BatchRunner
 from server.batches.store import BatchStore, StoreLimits
 from server.state import Server
@@ -54,7 +54,8 @@ def open_batches(server: Server) -> Batches | None:
     num_seats = settings.max_num_seqs
     at_once = settings.batch_max_num_seqs or max(1, num_seats * 3 // 4)
     at_once = min(at_once, num_seats)
-    runner = BatchRunner(store, LineEndpoint(server, at_once), server.client, at_once)
+    shape = shape_of_lines(server.client.config.speculation, at_once)
+    runner = BatchRunner(store, LineEndpoint(server), server.client, at_once, shape)
     server.metrics.watch_batches(lambda: store.num_lines_left)
     return Batches(store, runner)
 

@@ -359,20 +359,14 @@ def _drafters_of(body: GenerationFields, defaults: SpeculationConfig, facts: Eng
 
 
 def with_seed(
-    speculation: Speculation,
-    sampling: Sampling,
-    limits: SpeculationConfig,
-    facts: EngineFacts,
-    is_crowded: bool = False,
+    speculation: Speculation, sampling: Sampling, limits: SpeculationConfig, facts: EngineFacts
 ) -> Speculation:
     """Return speculation with a fixed shape for a request with a seed, unless the shape cannot
     change the answer.
     """
     if not speculation.adaptive or sampling.is_certain:
         return speculation
-    if is_crowded and this_call().is_one_of_many and not limits.seed_shape:
-        return msgspec.structs.replace(speculation.without_drawn, adaptive=False)
-    return with_fixed_shape(speculation, limits, facts.device, is_crowded)
+    return with_fixed_shape(speculation, limits, facts.device)
 
 
 def check_earlier_answers(body: GenerationFields, speculation: Speculation) -> None:

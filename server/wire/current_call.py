@@ -24,8 +24,8 @@ class HttpCall:
     """Name of the work that this call attempts. Each attempt draws the same random numbers, because
     otherwise an interrupted answer, which is longer in the mean, would be replaced by another one.
     """
-    is_one_of_many: bool = False
-    """Whether many calls like it run at once, so that drafts would delay all requests."""
+    shape: tuple[int, int] | None = None
+    """Chains and tokens that each attempt drafts unless the body says more; (0, 0) for none."""
     added_priority: int = 0
     """Added to the priority of its requests; a higher number is served later."""
     is_generation: bool = False

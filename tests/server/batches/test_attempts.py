@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from engine.api import EngineBusy, Request, SpeculationConfig
-from server.batches.endpoint import LINE_PRIORITY, LineEndpoint
+from server.batches.endpoint import LINE_PRIORITY, LineEndpoint, shape_of_lines
 from server.batches.lines import LineRequest
 from server.openai.preparing import Prepared, engine_requests
 from server.serving.engine_client import UNATTENDED, EngineClient, EngineState
@@ -23,11 +23,9 @@ from tests.server.step_results import facts
 from tests.wrong import instead
 
 
-def requests_of(
-    name: str, device: str = "cpu", is_one_of_many: bool = False, seed_shape: Any = None, **fields: Any
-) -> list[Request]:
+def requests_of(name: str, device: str = "cpu", shape: tuple[int, int] = (1, 4), **fields: Any) -> list[Request]:
     """The engine requests of an attempt of the work with a name; "" for any other call."""
-    limits = SpeculationConfig(num_drafts=4, draft_length=5, adaptive=True, seed_shape=seed_shape)
+    limits = SpeculationConfig(num_drafts=4, draft_length=5, adaptive=True)
     client = SimpleNamespace(
         ready_facts=lambda: facts("model", device=device),
         config=SimpleNamespace(speculation=limits),
@@ -36,7 +34,7 @@ def requests_of(
     settings = SimpleNamespace(seed_stable=False)
     server = SimpleNamespace(client=client, defaults=GenerationDefaults(), settings=settings)
     body = CompletionRequest.model_validate({"prompt": "x", **fields})
-    before = current_call.set(HttpCall("", "", attempt_of=name, is_one_of_many=is_one_of_many))
+    before = current_call.set(HttpCall("", "", attempt_of=name, shape=shape))
     try:
         return engine_requests(cast(Any, server), body, Prepared([[1, 2]], [9]))
     finally:
@@ -63,46 +61,38 @@ def test_other_calls_draw_new_numbers() -> None:
     assert first.speculation.adaptive
 
 
-def test_fields_of_a_body_hold_in_each_attempt() -> None:
-    """A drafter that depends on other answers is accepted, and does not draft."""
-    (request,) = requests_of("line", seed=7)
-    assert request.sampling.seed == 7
-    (request,) = requests_of("line", speculation={"drafters": ["earlier_answers"]})
-    assert not request.speculation.adaptive
-    (request,) = requests_of("line", temperature=0)
-    assert request.speculation.adaptive, "no shape can change its answer"
+@pytest.mark.parametrize("shape", [(0, 0), (1, 3)])
+def test_fields_of_a_body_hold_in_each_attempt(shape: tuple[int, int]) -> None:
+    """Drafts have the shape of the work unless the body has another one, or no shape can change its
+    answer. A drafter that depends on other answers is accepted, and does not draft.
+    """
+    attempt = partial(requests_of, "line", shape=shape)
+    assert attempt(seed=7)[0].sampling.seed == 7
+    asked, others = {"num_drafts": 2, "draft_length": 3}, {"drafters": ["earlier_answers"]}
+    attempts = (attempt(), attempt(speculation=asked), attempt(seed=7), attempt(temperature=0))
+    found = [request.speculation for (request,) in (*attempts, attempt(speculation=others))]
+    shapes = [(*shape, False), (2, 3, False), (1, 4, False), (1, 5, True), (0, 0, False)]
+    assert [(one.num_drafts, one.draft_length, one.adaptive) for one in found] == shapes
 
 
-def test_one_of_many_attempts_does_not_draft() -> None:
-    """Unless the body or the server has a shape for it, or no shape can change its answer."""
-    many = partial(requests_of, "line", is_one_of_many=True)
-    (request,) = many()
-    assert (request.speculation.adaptive, request.speculation.num_drafts) == (False, 0)
-    asked = {"num_drafts": 2, "draft_length": 3}
-    shaped = (many(seed_shape=(1, 3)), many(speculation=asked), many(seed=7), many(temperature=0))
-    shapes = [request.speculation for (request,) in shaped]
-    assert [(one.num_drafts, one.draft_length, one.adaptive) for one in shapes] == [
-        (1, 3, False),
-        (2, 3, False),
-        (1, 4, False),
-        (1, 5, True),
-    ]
+def test_many_lines_at_once_do_not_draft() -> None:
+    assert [shape_of_lines(SpeculationConfig(), count) for count in (15, 16)] == [(1, 4), (0, 0)]
+    assert shape_of_lines(SpeculationConfig(seed_shape=(2, 3)), 16) == (2, 3)
 
 
-@pytest.mark.parametrize(("at_once", "is_one_of_many"), [(15, False), (16, True)])
-def test_calls_of_a_line_have_its_name_and_the_last_priority(at_once: int, is_one_of_many: bool) -> None:
+def test_calls_of_a_line_have_its_name_and_the_last_priority() -> None:
     calls: list[HttpCall] = []
 
     async def received(*_: Any) -> Any:
         calls.append(this_call())
         return SimpleNamespace(status=200, body=b"{}")
 
-    endpoint = LineEndpoint(cast(Any, SimpleNamespace(settings=Serve())), at_once)
+    endpoint = LineEndpoint(cast(Any, SimpleNamespace(settings=Serve())))
     with instead(LineEndpoint, "_received", received):
-        asyncio.run(endpoint.answer(LineRequest("/v1/completions", b"{}"), "me", "line"))
+        asyncio.run(endpoint.answer(LineRequest("/v1/completions", b"{}"), "me", "line", (1, 3)))
     (call,) = calls
-    assert (call.attempt_of, call.client, call.added_priority) == ("line", "me", LINE_PRIORITY)
-    assert call.is_one_of_many == is_one_of_many
+    found = (call.attempt_of, call.shape, call.client, call.added_priority)
+    assert found == ("line", (1, 3), "me", LINE_PRIORITY)
 
 
 def test_requests_that_nobody_waits_for_take_no_places_from_others() -> None:
