@@ -10,8 +10,7 @@ import torch
 from tests.models.converted import write_converted
 from tests.server.daemon_process import Daemons
 
-PROMPT = list(range(100, 340))
-"""A text that is longer than the model's windows."""
+PROMPT = list(range(100, 340))  # longer than the windows of the model
 
 
 @pytest.mark.slow
