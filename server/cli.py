@@ -6,6 +6,7 @@ import gc
 import importlib
 import logging
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -46,6 +47,8 @@ _NO_RESEARCH = (
 )
 _CLIENTS = {"bench": "loadtest.cli", "chat": "server.chat.terminal"}
 """Commands that are functions of other packages."""
+_FEWEST_FILES, _MOST_FILES = 48, 1 << 16
+"""Files that a start needs, and the highest limit that is asked for."""
 _COMMANDS = ("serve", "run-batch", "chat", "analyze", "distill", "bench", "completion", "version", "help")
 
 
@@ -132,8 +135,23 @@ def _held_back() -> MemoryHandler:
     return buffer
 
 
+def _raise_file_limit() -> int:
+    """Raise the limit of open files to the system's maximum, also for processes that this one
+    starts, and return it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(soft, most)
+
+
 def _with_engine(command: Callable[[Process, list[str]], int], arguments: list[str]) -> int:
     """Run a command that needs a new engine process."""
+    if (limit := _raise_file_limit()) < _FEWEST_FILES:
+        text = f"{limit} files may be open, and a start needs {_FEWEST_FILES}; raise the limit (ulimit -n)"
+        print(f"polydraft: {text}", file=sys.stderr)
+        return 2
     # Nothing has started yet. An exception could break a library during its import (pydantic_core
     # is one).
     _on_signals(lambda *_: os._exit(0))

@@ -52,7 +52,6 @@ log = logging.getLogger("polydraft")
 # load balancers often 60 s; Go 90 s). A server that closes it first may cut off a request that is
 # in transit.
 _IDLE_CONNECTION_S = 120
-_MOST_FILES = 1 << 16
 _RESERVED_FILES = 48
 """Files opened after the start besides connections.
 
@@ -331,17 +330,11 @@ def _uvicorn_config(server: Server, waiting: Waiting, batches: Batches | None = 
 
 
 def most_connections(wanted: int) -> int:
-    """Raise the limit of open files, and return how many connections may be open.
+    """Return the number of connections that may be open.
 
-    The wanted number, or all that the limit allows for 0.
+    The wanted number, or all that the limit of open files allows for 0.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most_files = _MOST_FILES
-    if hard != resource.RLIM_INFINITY:
-        most_files = min(hard, _MOST_FILES)
-    if soft < most_files:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, hard))
-        soft = most_files
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len(os.listdir("/proc/self/fd"))
     num_left = soft - num_open
     allowed = max(1, num_left - _RESERVED_FILES, num_left // 2)

@@ -1,7 +1,7 @@
 """`polydraft run-batch`: answers a file's lines without a daemon, and resumes.
 
-Until all lines are answered, a file next to the output has the name of the run. The random numbers
-of a line follow from this name, so a line that is attempted again draws the same numbers.
+Until all lines are answered, a file next to the output has the name of the run and the shape of
+its drafts. They decide the answer of a line, so a line that is attempted again has the same one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from engine.api import ConfigError, EngineConfig, EngineStopped
-from server.batches.endpoint import NOT_NOW, LineEndpoint
+from server.batches.endpoint import NOT_NOW, LineEndpoint, shape_of_lines
 from server.batches.lines import InputLine, read_lines, request_of
 from server.batches.objects import ENDPOINTS, LineResponse, OutputLine
 from server.daemon import EXIT_FAILURE, EXIT_OK, build_server, engine_client
@@ -52,7 +52,8 @@ def run_batch(command: BatchCommand, config: EngineConfig, process: subprocess.P
         _run_file(command).unlink(missing_ok=True)
         print(f"polydraft run-batch: all {num_done} lines are in {command.output_file} already", file=sys.stderr)
         return EXIT_OK
-    run_name = _run_name(command)
+    shape = shape_of_lines(config.speculation, command.settings.max_num_seqs)
+    identity = _run_identity(command, shape)
     client = engine_client(command.settings, config)
     client.connect(process)
     try:
@@ -60,7 +61,7 @@ def run_batch(command: BatchCommand, config: EngineConfig, process: subprocess.P
     except BaseException:
         client.kill()
         raise
-    run = _Run(command, server, lines, num_done, run_name)
+    run = _Run(command, server, lines, num_done, identity)
     try:
         code = uvloop.run(run.run())
     finally:
@@ -74,23 +75,33 @@ def _run_file(command: BatchCommand) -> Path:
     return command.output_file.with_name(f"{command.output_file.name}.run")
 
 
-def _run_name(command: BatchCommand) -> str:
-    """Return the run's name, stored before any line begins; raise ConfigError if it fails."""
+class _Identity(msgspec.Struct, frozen=True):
+    """Content of the run's file."""
+
+    name: str
+    shape: tuple[int, int]
+
+
+def _run_identity(command: BatchCommand, shape: tuple[int, int]) -> _Identity:
+    """Return the identity of the output's run; raise ConfigError if it cannot be stored.
+
+    A new one has the given shape, and is stored before any line begins.
+    """
     path = _run_file(command)
     try:
         if command.overwrites:
             path.unlink(missing_ok=True)
         with path.open("a+") as file:
             file.seek(0)
-            if name := file.read():
-                return name
-            name = new_id()
-            file.write(name)
+            if text := file.read():
+                return msgspec.json.decode(text, type=_Identity)
+            identity = _Identity(new_id(), shape)
+            file.write(msgspec.json.encode(identity).decode())
             file.flush()
             os.fsync(file.fileno())
-        return name
-    except OSError as error:
-        raise ConfigError(f"{path}: the name of the run cannot be stored ({error.strerror})") from error
+        return identity
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path}: the name of the run cannot be stored or read ({error})") from error
 
 
 def _lines_of(path: Path) -> list[InputLine]:
@@ -154,9 +165,9 @@ class _Run:
     """One run of the command."""
 
     def __init__(
-        self, command: BatchCommand, server: Server, lines: Sequence[InputLine], num_done: int, name: str
+        self, command: BatchCommand, server: Server, lines: Sequence[InputLine], num_done: int, identity: _Identity
     ) -> None:
-        """lines: without an answer yet; num_done: the others. name: decides the random numbers."""
+        """lines: without an answer yet. num_done: lines that have one."""
         self._command = command
         self._server = server
         self._client = server.client
@@ -165,7 +176,7 @@ class _Run:
         self._num_done = num_done
         self._total = num_done + len(lines)
         self._num_errors = 0
-        self._name = name
+        self._identity = identity
         self._is_writing = asyncio.Lock()
 
     async def run(self) -> int:
@@ -249,9 +260,10 @@ class _Run:
     async def _response(self, text: bytes, line_id: str) -> LineResponse:
         """Return the response of the endpoint, also if the engine is busy at first."""
         request = request_of(text)
+        name = f"{self._identity.name}:{line_id}"
         while True:
             # The call of a line replaces the one of its task.
-            attempt = self._endpoint.answer(request, _CLIENT, f"{self._name}:{line_id}")
+            attempt = self._endpoint.answer(request, _CLIENT, name, self._identity.shape)
             response = await asyncio.create_task(attempt)
             if response.status_code not in NOT_NOW:
                 return response

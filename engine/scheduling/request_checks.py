@@ -186,18 +186,17 @@ def default_speculation(config: SpeculationConfig, facts: EngineFacts) -> Specul
     )
 
 
-def with_fixed_shape(
-    speculation: Speculation, config: SpeculationConfig, device: str, is_crowded: bool = False
-) -> Speculation:
+def with_fixed_shape(speculation: Speculation, config: SpeculationConfig, device: str) -> Speculation:
     """Return speculation with a fixed shape, so that a seed gives one answer under any load.
 
-    On a CPU, or for one of many requests, it is a short chain, which pays at any
-    load; else the maximum.
+    On a CPU it is a short chain, which pays at any load; else the maximum.
     """
     shape = (speculation.num_drafts, speculation.draft_length)
-    if is_crowded or device.startswith("cpu"):
+    if device.startswith("cpu"):
         shape = _SHAPE_FOR_ANY_LOAD
     num_drafts, draft_length = config.seed_shape or shape
+    if not num_drafts:
+        return msgspec.structs.replace(speculation.without_drawn, adaptive=False)
     return msgspec.structs.replace(
         speculation,
         num_drafts=min(num_drafts, speculation.num_drafts),

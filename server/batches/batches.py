@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from server.batches.database import Database
-from server.batches.endpoint import LineEndpoint
+from server.batches.endpoint import LineEndpoint, shape_of_lines
 from server.batches.runner import BatchRunner
 from server.batches.store import BatchStore, StoreLimits
 from server.state import Server
@@ -49,7 +49,9 @@ def open_batches(server: Server) -> Batches | None:
     store = BatchStore(database, limits)
     num_seats = settings.max_num_seqs
     at_once = settings.batch_max_num_seqs or max(1, num_seats * 3 // 4)
-    runner = BatchRunner(store, LineEndpoint(server), server.client, min(at_once, num_seats))
+    at_once = min(at_once, num_seats)
+    shape = shape_of_lines(server.client.config.speculation, at_once)
+    runner = BatchRunner(store, LineEndpoint(server), server.client, at_once, shape)
     server.metrics.watch_batches(lambda: store.num_lines_left)
     return Batches(store, runner)
 

@@ -59,6 +59,11 @@ CREATE TABLE IF NOT EXISTS lines (
     answer BLOB,
     PRIMARY KEY (batch, number)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS shapes (
+    batch TEXT PRIMARY KEY,
+    num_drafts INTEGER NOT NULL,
+    draft_length INTEGER NOT NULL
+);
 """
 
 

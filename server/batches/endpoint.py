@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 from starlette.types import Message
 
-from engine.api import RequestError, log_fields
+from engine.api import RequestError, SpeculationConfig, log_fields
 from server.batches.lines import LineRequest
 from server.batches.objects import LineResponse
 from server.http import error_responses
@@ -29,6 +29,10 @@ log = logging.getLogger("polydraft")
 
 LINE_PRIORITY = 2 * UNATTENDED
 """Added to the priority of a line, so that all requests of interactive clients come before it."""
+_MANY_LINES = 16
+"""Lines at once from which on plain decoding is as fast as drafts, and its steps are shorter."""
+_CHAIN = (1, 4)
+"""Chains and tokens that fewer lines draft, on every device."""
 NOT_NOW = (429, 503)
 """Statuses of an endpoint that is to be asked again later."""
 _STREAM = "stream: the answer of a line is written whole; leave it out"
@@ -45,6 +49,11 @@ class _Received(NamedTuple):
     body: bytes
 
 
+def shape_of_lines(limits: SpeculationConfig, at_once: int) -> tuple[int, int]:
+    """Return the shape of drafts of new lines of which so many may run; (0, 0) for none."""
+    return limits.seed_shape or ((0, 0) if at_once >= _MANY_LINES else _CHAIN)
+
+
 class LineEndpoint:
     """Endpoints of lines."""
 
@@ -55,14 +64,21 @@ class LineEndpoint:
         error_responses.install(self._app)
         self._app.include_router(generate_routes.build_router(server))
 
-    async def answer(self, request: LineRequest, client: str, line_id: str) -> LineResponse:
+    async def answer(self, request: LineRequest, client: str, line_id: str, shape: tuple[int, int]) -> LineResponse:
         """Return the response of the endpoint. Cancelling it aborts the generation.
 
         client: opaque name; requests of the same client take turns with requests of other clients.
-        line_id: decides the random numbers of every attempt. Call it in a separate task: it sets
-        the task's current call.
+        line_id, shape: decide the answer of every attempt. Call it in a separate task: it sets the
+        task's current call.
         """
-        call = HttpCall(new_id(), request.url, client=client, attempt_of=line_id, added_priority=LINE_PRIORITY)
+        call = HttpCall(
+            new_id(),
+            request.url,
+            client=client,
+            attempt_of=line_id,
+            shape=shape,
+            added_priority=LINE_PRIORITY,
+        )
         current_call.set(call)
         try:
             received = await self._received(request)

@@ -51,7 +51,7 @@ class EngineLoad(Protocol):
 class Answering(Protocol):
     """Answers lines (`LineEndpoint`)."""
 
-    async def answer(self, request: LineRequest, client: str, line_id: str) -> LineResponse:
+    async def answer(self, request: LineRequest, client: str, line_id: str, shape: tuple[int, int]) -> LineResponse:
         """Return the response of the endpoint."""
 
 
@@ -61,12 +61,15 @@ class BatchRunner:
     repair_s = 30.0
     """Seconds until a batch or a store goes on after an error, such as a full disk."""
 
-    def __init__(self, store: BatchStore, endpoint: Answering, load: EngineLoad, at_once: int) -> None:
-        """at_once: lines that run at once."""
+    def __init__(
+        self, store: BatchStore, endpoint: Answering, load: EngineLoad, at_once: int, shape: tuple[int, int]
+    ) -> None:
+        """at_once: lines that run at once. shape: of the drafts of new batches."""
         self._store = store
         self._endpoint = endpoint
         self._load = load
         self._at_once = at_once
+        self._shape = shape
         self._places = asyncio.Semaphore(at_once)
         self._new: asyncio.Queue[str] = asyncio.Queue()
         self._begun: set[str] = set()
@@ -144,6 +147,7 @@ class BatchRunner:
         """Run the lines of a batch that have no answer."""
         store = self._store
         last = 0
+        shape = await self._do(store.first_shape, batch.id, self._shape)
         async with asyncio.TaskGroup() as group:
             while page := await self._do(store.lines_left, batch.id, last, _PAGE):
                 for line in page:
@@ -151,28 +155,28 @@ class BatchRunner:
                     if self._has_expired(batch):
                         self._places.release()
                         return
-                    task = group.create_task(self._run_line(batch, line))
+                    task = group.create_task(self._run_line(batch, line, shape))
                     task.add_done_callback(lambda _: self._places.release())
                 last = page[-1].number
 
-    async def _run_line(self, batch: BatchObject, line: InputLine) -> None:
+    async def _run_line(self, batch: BatchObject, line: InputLine, shape: tuple[int, int]) -> None:
         store = self._store
         request = request_of(await self._do(store.read_line, batch.input_file_id, line))
-        response = await self._attempt(request, batch.id, line.line_id)
+        response = await self._attempt(request, batch.id, line.line_id, shape)
         while response.status_code in NOT_NOW:
             await asyncio.sleep(_RETRY_S)
-            response = await self._attempt(request, batch.id, line.line_id)
+            response = await self._attempt(request, batch.id, line.line_id, shape)
         answer = OutputLine(line.line_id, line.custom_id, response)
         await self._do(store.record, batch.id, line.number, answer)
 
-    async def _attempt(self, request: LineRequest, client: str, line_id: str) -> LineResponse:
+    async def _attempt(self, request: LineRequest, client: str, line_id: str, shape: tuple[int, int]) -> LineResponse:
         """Return the response to a line, once there is room."""
         while not self._has_room:
             await asyncio.sleep(_LOOK_S)
         self._num_calls += 1
         try:
             # The call of a line replaces the one of its task.
-            return await asyncio.create_task(self._endpoint.answer(request, client, line_id))
+            return await asyncio.create_task(self._endpoint.answer(request, client, line_id, shape))
         finally:
             self._num_calls -= 1
 

@@ -206,6 +206,13 @@ class BatchStore:
         )
         return [InputLine(*row) for row in self.database.execute(query, (batch_id, after, limit))]
 
+    def first_shape(self, batch_id: str, shape: tuple[int, int]) -> tuple[int, int]:
+        """Return the shape of drafts that a batch began with, the given one if it begins now."""
+        self.database.execute("INSERT OR IGNORE INTO shapes VALUES (?, ?, ?)", (batch_id, *shape))
+        query = "SELECT num_drafts, draft_length FROM shapes WHERE batch = ?"
+        num_drafts, draft_length = self.database.execute(query, (batch_id,)).fetchone()
+        return num_drafts, draft_length
+
     def read_line(self, file_id: str, line: InputLine) -> bytes:
         """Return the text of a line."""
         with self.files.path_of(file_id).open("rb") as file:
@@ -262,6 +269,7 @@ class BatchStore:
                     if stored is not None:
                         self.files.insert(owner, stored)
                 self.database.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
+                self.database.execute("DELETE FROM shapes WHERE batch = ?", (batch_id,))
                 output_file_id, error_file_id = (stored and stored.id for stored in contents)
                 ended = {
                     "status": last_status,

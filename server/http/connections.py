@@ -67,19 +67,20 @@ class Waiting:
         self.order: OrderedDict[Connection, None] = OrderedDict()
 
     def make_room(self, newest: Connection, num_open: int) -> None:
-        """Close the longest waiting connection if there are too many; if none waits, the newest."""
+        """Refuse the longest waiting connection, perhaps the new one, if there are too many.
+
+        It gets a status even if it has sent nothing, because its request may be on the way.
+        """
         if num_open <= self.most:
             return
         log.warning(
-            "%d connections are open, the most that the limits allow: those that wait are closed, others get 503; "
+            "%d connections are open, the most that the limits allow: those that wait longest get 503; "
             "raise the limit of open files (ulimit -n) or --max-connections",
             num_open - 1,
         )
         longest = next(iter(self.order))
-        if longest is newest:
-            message = "too many connections are open; try again soon"
-            newest.refuse(http_error(503, message, {"retry-after": "1"}))
-        else:
+        longest.refuse(http_error(503, "too many connections are open; try again soon", {"retry-after": "1"}))
+        if longest is not newest:
             del self.order[longest]
             longest.drop()
 
@@ -289,7 +290,7 @@ class Connection(HttpToolsProtocol):
     def refuse(self, error: ApiError) -> None:
         """Respond unless a response has begun, and close after time to read it."""
         is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
-        if is_answering:
+        if is_answering or self._is_refused:
             self.drop()
             return
         if self.cycle is not None and not self.cycle.response_complete:

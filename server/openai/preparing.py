@@ -126,8 +126,8 @@ def engine_requests(server: Server, body: GenerationFields, prepared: Prepared) 
         speculation = with_seed(speculation, sampling, speculation_limits, facts)
     check_earlier_answers(body, speculation)
     if this_call().attempt_of:
-        # Such calls are many at once, and answers with a seed run alone more often.
-        speculation = with_seed(speculation, sampling, speculation_limits, facts, is_crowded=True)
+        lasting = msgspec.structs.replace(speculation_limits, seed_shape=this_call().shape)
+        speculation = with_seed(speculation, sampling, lasting, facts)
     num_logprobs = num_logprobs_of(body)
     num_prompt_logprobs = num_prompt_logprobs_of(body, num_logprobs)
     check_num_entries(prompts, num_prompt_logprobs, body)

@@ -340,16 +340,12 @@ def _drafters_of(body: GenerationFields, defaults: SpeculationConfig, facts: Eng
 
 
 def with_seed(
-    speculation: Speculation,
-    sampling: Sampling,
-    limits: SpeculationConfig,
-    facts: EngineFacts,
-    is_crowded: bool = False,
+    speculation: Speculation, sampling: Sampling, limits: SpeculationConfig, facts: EngineFacts
 ) -> Speculation:
     """Return a fixed shape for a request with a seed, unless shapes cannot change it."""
     if not speculation.adaptive or sampling.is_certain:
         return speculation
-    return with_fixed_shape(speculation, limits, facts.device, is_crowded)
+    return with_fixed_shape(speculation, limits, facts.device)
 
 
 def check_earlier_answers(body: GenerationFields, speculation: Speculation) -> None:

@@ -53,9 +53,9 @@ class TextOptions:
     num_prompt_logprobs: int | None = None
     """Number of likeliest tokens that are reported for each token of the prompt."""
     reports_drafts: bool = False
+    """Report the chains of every step."""
     reports_speculation: bool = False
     """Whether choices have vLLM's `speculative_decoding_stats`."""
-    """Report the chains of every step."""
     reports_token_ids: bool = False
     """Report the tokens of prompt and answer by id."""
     end_token_ids: frozenset[int] = frozenset()

@@ -82,8 +82,8 @@ def alternatives(schema: Any, root: Schema) -> Alternatives:
 
 
 def merged(schema: Any, root: Schema) -> dict[str, Any]:
-    """Return a schema without annotations, references at its top, and `allOf`. Raises
-    CannotSplit.
+    """Return a schema without annotations, references at its top, and `allOf`; its `pattern` is a
+    list of patterns. Raises CannotSplit.
     """
     return _Splitter(root, Alternatives()).merged(schema)
 
@@ -134,6 +134,8 @@ class _Splitter:
             parts.append(self.merged(referred(self._root, schema["$ref"])))
         parts += [self.merged(part) for part in schema.get("allOf") or ()]
         result: dict[str, Any] = {}
+        if patterns := [pattern for part in parts for pattern in _listed(part.pop("pattern", []))]:
+            result["pattern"] = patterns
         for part in parts:
             if twice := next((key for key in part if key in result and result[key] != part[key]), None):
                 raise CannotSplit(f"{twice!r} in several parts of one schema")
@@ -153,10 +155,11 @@ class _Splitter:
             self._choose(schema)
             return
         for kind in self._types(schema):
-            typed = {**schema, "type": kind}
             if kind == "string":
-                self._values.strings.append(patterns_of(typed))
-            elif typed == {"type": "number"}:
+                self._values.strings.append(patterns_of(schema))
+                continue
+            typed = {key: value for key, value in schema.items() if key not in _STRING_KEYS} | {"type": kind}
+            if typed == {"type": "number"}:
                 self._values.strings.append([_NUMBER])
             else:
                 self._values.others.append(typed)
@@ -196,8 +199,15 @@ class _Splitter:
         raise CannotSplit(f"{min(schema)!r} without a type")
 
 
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def patterns_of(schema: Schema) -> list[str]:
-    """Return regular expressions that a string must match as a whole. Raises CannotSplit."""
+    """Return regular expressions that a string must match as a whole. Raises CannotSplit.
+
+    schema: merged.
+    """
     if odd := schema.keys() - _STRING_KEYS:
         raise CannotSplit(f"{min(odd)!r} of a string")
     patterns = []
@@ -207,8 +217,7 @@ def patterns_of(schema: Schema) -> list[str]:
         patterns.append(FORMATS[schema["format"]])
     if "minLength" in schema or "maxLength" in schema:
         patterns.append(f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})")
-    if "pattern" in schema:
-        patterns.append(_whole(schema["pattern"]))
+    patterns += map(_whole, schema.get("pattern", ()))
     return patterns or [ANY_TEXT]
 
 

@@ -23,6 +23,8 @@ class HttpCall:
 
     Otherwise an interrupted answer, which is longer in the mean, would be replaced by another one.
     """
+    shape: tuple[int, int] | None = None
+    """Chains and tokens that each attempt drafts unless the body says more; (0, 0) for none."""
     added_priority: int = 0
     """Added to the priority of its requests; a higher number is served later."""
     is_generation: bool = False

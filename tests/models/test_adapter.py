@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import re
@@ -27,6 +28,7 @@ from tests.wrong import instead
 peft = pytest.importorskip("peft")
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of peft
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 CHAINS = Speculation(rule="bv_race", num_drafts=2, draft_length=3)
 
 
@@ -224,6 +226,77 @@ def test_initialisations_and_methods_that_are_not_plain_are_refused_by_name(
     changed_config(tmp_path, **{field: value})
     with pytest.raises(ConfigError, match=f"{field} = {re.escape(repr(value))}.*merge it with peft"):
         read_adapter(str(tmp_path))
+
+
+LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+ALIKE = {"target_modules": ["q_proj"]}
+MERGED, ANOTHER_TYPE, STARTED = "", "LORA alone is served", "has changed the model's own weights"
+SAVED: dict[str, tuple[Any, str]] = {
+    **{f"init {start}": (peft.LoraConfig(**LORA, init_lora_weights=start), MERGED) for start in ("eva", "mica")},
+    **{f"init {start}": (peft.LoraConfig(**LORA, init_lora_weights=start), STARTED)
+       for start in ("pissa", "pissa_niter_4", "olora")},
+    **{f"converted {start}": (peft.LoraConfig(**LORA, init_lora_weights=start), MERGED)
+       for start in ("pissa", "olora")},
+    "rslora": (peft.LoraConfig(**LORA, use_rslora=True), MERGED),
+    **{field: (peft.LoraConfig(**LORA, **{field: value}), f"{field} = ") for field, value in {
+        "use_dora": True, "lora_bias": True, "bias": "all", "modules_to_save": ["lm_head"],
+        "trainable_token_indices": [1], "layer_replication": [[0, 2], [1, 2]], "target_parameters": ["o_proj.weight"],
+    }.items()},
+    "AdaLora": (peft.AdaLoraConfig(**ALIKE, total_step=9), ANOTHER_TYPE),
+    "IA3": (peft.IA3Config(**ALIKE, feedforward_modules=[]), ANOTHER_TYPE),
+    "OFT": (peft.OFTConfig(**ALIKE, oft_block_size=8), ANOTHER_TYPE),
+    "prompts": (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), ANOTHER_TYPE),
+    **{kind: (getattr(peft, f"{kind}Config")(**ALIKE), ANOTHER_TYPE)
+       for kind in ("Vera", "LoHa", "LoKr", "BOFT", "HRA", "FourierFT")},
+}  # fmt: skip
+"""Adapters by peft's initialisation or method, each with the reason if it is refused."""
+
+
+def trained(base: Path, config: Any, folder: Path, is_converted: bool) -> Any:
+    """Return a model of peft after a training that changed every trained number, and save it."""
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(load(str(base), None, "float32", CPU).model, copy.deepcopy(config))
+    started = None
+    if getattr(config, "init_lora_weights", None) == "eva":
+        texts = [{"input_ids": torch.randint(3, 100, (4, 12))} for _ in range(4)]
+        peft.initialize_lora_eva_weights(adapted, texts, show_progress_bar=False)
+    if is_converted:
+        started = str(folder / "started")
+        adapted.peft_config["default"].init_lora_weights = True
+        adapted.save_pretrained(started)
+        adapted.peft_config["default"].init_lora_weights = config.init_lora_weights
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.2 * torch.randn(parameter.shape)
+    adapted.save_pretrained(folder, path_initial_model_for_weight_conversion=started)
+    return adapted.eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAVED)
+@torch.no_grad()
+def test_what_peft_saves_is_served_as_it_computes_or_refused(base: Path, tmp_path: Path, name: str) -> None:
+    config, reason = SAVED[name]
+    adapted = trained(base, config, tmp_path, name.startswith("converted"))
+    if reason:
+        with pytest.raises(ConfigError, match=re.escape(reason)):
+            read_adapter(str(tmp_path))
+        return
+    ids = torch.randint(3, 100, (1, 30))
+    model = load(str(base), None, "float32", CPU).model
+    before = logits(model, ids)
+    assert merge(model, read_adapter(str(tmp_path))) == 6
+    adapted.base_model.model.set_attn_implementation("eager")
+    expected = adapted(input_ids=ids, use_cache=False).logits[0]
+    assert torch.allclose(logits(model, ids), expected, atol=1e-4)
+    assert not torch.allclose(before, expected, atol=1e-2)
+
+
+def test_the_page_names_what_peft_saves() -> None:
+    rows = [line.split("|") for line in PAGE.read_text().lower().splitlines() if line.startswith("|")]
+    for name, (_, reason) in SAVED.items():
+        word = name.removeprefix("init ").partition(" ")[0].replace("niter_4", "niter_n").lower()
+        assert word in " ".join(row[2 if reason else 1] for row in rows), name
 
 
 def test_every_variant_of_peft_is_among_the_refused_methods() -> None:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from engine.api import EngineBusy, Request, SpeculationConfig
+from server.batches.endpoint import LINE_PRIORITY, LineEndpoint, shape_of_lines
+from server.batches.lines import LineRequest
 from server.openai.preparing import Prepared, engine_requests
 from server.serving.engine_client import UNATTENDED, EngineClient, EngineState
 from server.settings.settings import Serve
 from server.text.tokenizer import GenerationDefaults
-from server.wire.current_call import HttpCall, current_call
+from server.wire.current_call import HttpCall, current_call, this_call
 from server.wire.fields import CompletionRequest
 from server.wire.ids import seed_of
 from tests.server.step_results import facts
+from tests.wrong import instead
 
 
-def requests_of(name: str, device: str = "cpu", **fields: Any) -> list[Request]:
+def requests_of(name: str, device: str = "cpu", shape: tuple[int, int] = (1, 4), **fields: Any) -> list[Request]:
     """The engine requests of an attempt of the work with a name; "" for any other call."""
     limits = SpeculationConfig(num_drafts=4, draft_length=5, adaptive=True)
     client = SimpleNamespace(
@@ -30,7 +34,7 @@ def requests_of(name: str, device: str = "cpu", **fields: Any) -> list[Request]:
     settings = SimpleNamespace(seed_stable=False)
     server = SimpleNamespace(client=client, defaults=GenerationDefaults(), settings=settings)
     body = CompletionRequest.model_validate({"prompt": "x", **fields})
-    before = current_call.set(HttpCall("", "", attempt_of=name))
+    before = current_call.set(HttpCall("", "", attempt_of=name, shape=shape))
     try:
         return engine_requests(cast(Any, server), body, Prepared([[1, 2]], [9]))
     finally:
@@ -55,14 +59,38 @@ def test_other_calls_draw_new_numbers() -> None:
     assert first.speculation.adaptive
 
 
-def test_fields_of_a_body_hold_in_each_attempt() -> None:
-    """A drafter that depends on other answers is accepted, and does not draft."""
-    (request,) = requests_of("line", seed=7)
-    assert request.sampling.seed == 7
-    (request,) = requests_of("line", speculation={"drafters": ["earlier_answers"]})
-    assert not request.speculation.adaptive
-    (request,) = requests_of("line", temperature=0)
-    assert request.speculation.adaptive, "no shape can change its answer"
+@pytest.mark.parametrize("shape", [(0, 0), (1, 3)])
+def test_fields_of_a_body_hold_in_each_attempt(shape: tuple[int, int]) -> None:
+    """Drafts have the shape of the work unless the body has another one, or no shape can change its
+    answer. A drafter that depends on other answers is accepted, and does not draft.
+    """
+    attempt = partial(requests_of, "line", shape=shape)
+    assert attempt(seed=7)[0].sampling.seed == 7
+    asked, others = {"num_drafts": 2, "draft_length": 3}, {"drafters": ["earlier_answers"]}
+    attempts = (attempt(), attempt(speculation=asked), attempt(seed=7), attempt(temperature=0))
+    found = [request.speculation for (request,) in (*attempts, attempt(speculation=others))]
+    shapes = [(*shape, False), (2, 3, False), (1, 4, False), (1, 5, True), (0, 0, False)]
+    assert [(one.num_drafts, one.draft_length, one.adaptive) for one in found] == shapes
+
+
+def test_many_lines_at_once_do_not_draft() -> None:
+    assert [shape_of_lines(SpeculationConfig(), count) for count in (15, 16)] == [(1, 4), (0, 0)]
+    assert shape_of_lines(SpeculationConfig(seed_shape=(2, 3)), 16) == (2, 3)
+
+
+def test_calls_of_a_line_have_its_name_and_the_last_priority() -> None:
+    calls: list[HttpCall] = []
+
+    async def received(*_: Any) -> Any:
+        calls.append(this_call())
+        return SimpleNamespace(status=200, body=b"{}")
+
+    endpoint = LineEndpoint(cast(Any, SimpleNamespace(settings=Serve())))
+    with instead(LineEndpoint, "_received", received):
+        asyncio.run(endpoint.answer(LineRequest("/v1/completions", b"{}"), "me", "line", (1, 3)))
+    (call,) = calls
+    found = (call.attempt_of, call.shape, call.client, call.added_priority)
+    assert found == ("line", (1, 3), "me", LINE_PRIORITY)
 
 
 def test_requests_that_nobody_waits_for_take_no_places_from_others() -> None:

@@ -24,14 +24,16 @@ from tests.server.daemon_process import MODEL, Daemon, Daemons
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
-def test_each_line_is_in_the_output_once_after_a_kill(start_batch_daemon: Callable[[], Daemon], count: int) -> None:
+@pytest.mark.parametrize(("count", "number"), [(40, signal.SIGKILL), (40, signal.SIGTERM), (500, signal.SIGKILL)])
+def test_each_line_is_in_the_output_once_after_a_signal(
+    start_batch_daemon: Callable[[], Daemon], count: int, number: signal.Signals
+) -> None:
     daemon = start_batch_daemon()
     with client_of(daemon) as client:
         batch = begin(client, [*short_lines(count, max_tokens=48), "{bad"])
         wait_for(client, batch, lambda now: now.request_counts and now.request_counts.completed >= count // 8)
         before = client.batches.retrieve(batch.id)
-    daemon.process.send_signal(signal.SIGKILL)
+    daemon.process.send_signal(number)
     daemon.process.wait()
     assert before.status == "in_progress"
     with client_of(start_batch_daemon()) as client:
@@ -41,7 +43,7 @@ def test_each_line_is_in_the_output_once_after_a_kill(start_batch_daemon: Callab
         assert before.request_counts.completed <= after.request_counts.completed
         batch = ended(client, batch)
         answers = read(client, batch.output_file_id)
-        assert [answer["custom_id"] for answer in answers] == [f"c-{number}" for number in range(count)]
+        assert [answer["custom_id"] for answer in answers] == [f"c-{index}" for index in range(count)]
         assert len({answer["id"] for answer in answers}) == count
         assert [fault["error"]["code"] for fault in read(client, batch.error_file_id)] == ["invalid_json_line"]
         assert batch.status == "completed"
@@ -59,7 +61,10 @@ def has_completed(count: int, batch: Batch) -> bool:
 def test_an_interrupted_line_has_the_answer_of_its_first_attempt(
     daemons: Daemons, pair_arguments: list[str], tmp_path: Path
 ) -> None:
-    """One batch in copies of its folder: alone, next to clients, and killed."""
+    """One batch in copies of its folder: alone, next to clients, and killed.
+
+    Clients take all seats again and again; a killed daemon starts with more seats.
+    """
     body = {"prompt": "word", "max_tokens": 400, "temperature": 1}
     lines = [line(f"c-{number}", body) for number in range(24)]
     store = BatchStore(Database(tmp_path / "alone"))
@@ -69,8 +74,8 @@ def test_an_interrupted_line_has_the_answer_of_its_first_attempt(
     for name in ("loaded", "killed"):
         shutil.copytree(tmp_path / "alone", tmp_path / name)
 
-    def start(name: str) -> Daemon:
-        folder = ["--batch-folder", str(tmp_path / name), "--max-num-seqs", "4", "--enable-log-requests"]
+    def start(name: str, seats: int = 4) -> Daemon:
+        folder = ["--batch-folder", str(tmp_path / name), "--max-num-seqs", str(seats), "--enable-log-requests"]
         daemon = daemons.start(*pair_arguments, *folder, "--spec-shape", "adaptive")
         daemon.wait_ready()
         return daemon
@@ -102,22 +107,8 @@ def test_an_interrupted_line_has_the_answer_of_its_first_attempt(
             wait_for(client, client.batches.retrieve(batch_id), partial(has_completed, count))
         killed.process.send_signal(signal.SIGKILL)
         killed.process.wait()
-        killed = start("killed")
+        killed = start("killed", 32)
     assert answers(killed) == alone
-
-
-@pytest.mark.slow
-def test_a_drained_daemon_leaves_its_batch_for_the_next_start(start_batch_daemon: Callable[[], Daemon]) -> None:
-    daemon = start_batch_daemon()
-    with client_of(daemon) as client:
-        batch = begin(client, short_lines(40, max_tokens=48))
-        wait_for(client, batch, lambda now: now.status == "in_progress")
-    daemon.terminate()
-    assert daemon.exit_code() == 0
-    with client_of(start_batch_daemon()) as client:
-        batch = ended(client, batch)
-        answers = read(client, batch.output_file_id)
-        assert [answer["custom_id"] for answer in answers] == [f"c-{number}" for number in range(40)]
 
 
 def client_of(daemon: Daemon) -> openai.OpenAI:

@@ -20,7 +20,7 @@ from engine.api import ConfigError
 from server import run_batch
 from server.batches.lines import read_lines
 from server.batches.objects import ENDPOINTS
-from server.run_batch import _lines_left, _lines_of, _Run, _run_name
+from server.run_batch import _Identity, _lines_left, _lines_of, _Run, _run_identity
 from server.settings.flags import BatchCommand, parse_batch_flags
 from server.settings.settings import Serve
 from tests.server.batches.inputs import line, short_lines
@@ -86,8 +86,9 @@ def test_a_stopped_run_goes_on(pair_arguments: list[str], tmp_path: Path, number
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(short_lines(200, max_tokens=40)))
     other = tmp_path / "other.jsonl"
-    (tmp_path / "out.jsonl.run").write_text("a name")
-    (tmp_path / "other.jsonl.run").write_text("a name")
+    identity = '{"name":"a name","shape":[0,0]}'
+    (tmp_path / "out.jsonl.run").write_text(identity)
+    (tmp_path / "other.jsonl.run").write_text(identity)
     command = command_of(pair_arguments, source, output)
     running = start(command)
     wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") > 20, "the first lines")
@@ -108,15 +109,21 @@ def test_a_stopped_run_goes_on(pair_arguments: list[str], tmp_path: Path, number
     assert texts_in(other) == texts_in(output), "an interrupted run has the answers of another one"
 
 
-def test_a_run_has_a_name_until_it_ends(tmp_path: Path) -> None:
-    """Each run has other random numbers than the one before, and a run that goes on has its own."""
+def test_a_run_has_an_identity_until_it_ends(tmp_path: Path) -> None:
+    """Each run has other random numbers than the one before, and a run that goes on has its own,
+    and its shape of drafts.
+    """
     command = BatchCommand(Serve(), tmp_path / "in.jsonl", tmp_path / "out.jsonl", False)
-    name = _run_name(command)
-    assert len(name) == 32
-    assert _run_name(command) == name == (tmp_path / "out.jsonl.run").read_text()
-    assert _run_name(BatchCommand(Serve(), command.input_file, command.output_file, True)) != name
-    with pytest.raises(ConfigError, match="cannot be stored"):
-        _run_name(BatchCommand(Serve(), command.input_file, tmp_path / "no" / "out", False))
+    identity = _run_identity(command, (1, 3))
+    assert (len(identity.name), identity.shape) == (32, (1, 3))
+    assert _run_identity(command, (0, 0)) == identity
+    again = _run_identity(BatchCommand(Serve(), command.input_file, command.output_file, True), (0, 0))
+    assert again.name != identity.name
+    assert again.shape == (0, 0)
+    (tmp_path / "out.jsonl.run").write_text("a name")
+    for output in (command.output_file, tmp_path / "no" / "out"):
+        with pytest.raises(ConfigError, match=f"{output}.run: the name of the run cannot be stored or read"):
+            _run_identity(BatchCommand(Serve(), command.input_file, output, False), (1, 3))
 
 
 def test_a_full_disk_delays_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +140,7 @@ def test_a_full_disk_delays_the_output(tmp_path: Path, monkeypatch: pytest.Monke
         return len(text[:3])
 
     async def run() -> None:
-        run = _Run(command, cast(Any, SimpleNamespace(client=None, settings=None)), [], 0, "name")
+        run = _Run(command, cast(Any, SimpleNamespace(client=None, settings=None)), [], 0, _Identity("name", (1, 4)))
         output = cast(Any, SimpleNamespace(write=write))
         await asyncio.gather(*(run._write(b"answer\n", output) for _ in range(3)))
 

@@ -71,9 +71,11 @@ class Endpoint:
         self.most_running = 0
         self.prompts: list[str] = []
         self.line_ids: list[str] = []
+        self.shapes: set[tuple[int, int]] = set()
 
-    async def answer(self, request: LineRequest, client: str, line_id: str) -> LineResponse:
+    async def answer(self, request: LineRequest, client: str, line_id: str, shape: tuple[int, int]) -> LineResponse:
         self.line_ids.append(line_id)
+        self.shapes.add(shape)
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         prompt = json.loads(request.body)["prompt"]
@@ -111,7 +113,7 @@ def run(
         endpoint = Endpoint(reply)
         load = engine or Engine()
         load.endpoint = endpoint
-        runner = BatchRunner(store, endpoint, load, max(1, num_seats - 1))
+        runner = BatchRunner(store, endpoint, load, max(1, num_seats - 1), (1, 4))
         runner.repair_s = 0.01
         running = asyncio.create_task(runner.run())
         async with asyncio.timeout(PATIENCE_S):
@@ -190,8 +192,8 @@ def test_no_more_lines_run_at_once_than_there_is_room(store: BatchStore) -> None
     assert endpoint.most_running == 2, "three places, one of which another client has"
 
 
-def test_each_attempt_of_a_line_has_its_name(store: BatchStore, tmp_path: Path, clock: Clock) -> None:
-    """After a busy endpoint, a fault of the server, and another start."""
+def test_each_attempt_of_a_line_has_its_name_and_shape(store: BatchStore, tmp_path: Path, clock: Clock) -> None:
+    """After a busy endpoint, a fault of the server, and a start with another shape."""
     lines = [line(f"c-{number}", {"prompt": "equal"}) for number in range(3)]
     batch = new_batch(store, lines)
     statuses = [200, 503, 429]
@@ -204,12 +206,13 @@ def test_each_attempt_of_a_line_has_its_name(store: BatchStore, tmp_path: Path, 
     async def interrupted() -> Endpoint:
         await store.database.do(store.validate, batch.id)
         endpoint = Endpoint(reply)
-        runner = BatchRunner(store, endpoint, Engine(), 1)
+        runner = BatchRunner(store, endpoint, Engine(), 1, (0, 0))
         with pytest.raises(ExceptionGroup):
             await runner._run_lines(await store.database.do(store.get_batch, "me", batch.id))
         return endpoint
 
-    before = asyncio.run(interrupted()).line_ids
+    endpoint = asyncio.run(interrupted())
+    before, shapes = endpoint.line_ids, endpoint.shapes
     assert len(before) == 4, "the second line is interrupted"
     assert before[0] == before[1] == before[2] != before[3]
     store.database.close()
@@ -218,6 +221,7 @@ def test_each_attempt_of_a_line_has_its_name(store: BatchStore, tmp_path: Path, 
         _, endpoint = run(again, batch, at_once)
     finally:
         again.database.close()
+    assert endpoint.shapes == shapes == {(0, 0)}
     assert endpoint.line_ids[0] == before[3]
     assert len({*before, *endpoint.line_ids}) == 3
     assert len({seed_of(name) for name in {*before, *endpoint.line_ids}}) == 3
@@ -257,7 +261,7 @@ def test_the_outputs_of_a_batch_that_was_killed_while_they_were_written_are_writ
     async def answer_all() -> None:
         await store.database.do(store.validate, batch.id)
         endpoint = Endpoint(at_once)
-        runner = BatchRunner(store, endpoint, Engine(), 3)
+        runner = BatchRunner(store, endpoint, Engine(), 3, (1, 4))
         await runner._run_lines(await store.database.do(store.get_batch, "me", batch.id))
 
     asyncio.run(answer_all())
@@ -375,7 +379,7 @@ def test_a_batch_runs_once(store: BatchStore) -> None:
     """Also if it is open at the start and begun by its client, too."""
     batch = new_batch(store, short_lines(5))
     endpoint = Endpoint(at_once)
-    runner = BatchRunner(store, endpoint, Engine(), 3)
+    runner = BatchRunner(store, endpoint, Engine(), 3, (1, 4))
 
     async def run_both() -> None:
         runner.begin(batch.id)

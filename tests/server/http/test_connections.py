@@ -94,6 +94,33 @@ def test_unfinished_requests_get_408(guarded: Daemon) -> None:
     }
 
 
+def test_each_of_too_many_requests_at_once_has_a_status(guarded: Daemon) -> None:
+    """Each new connection replaces the one that has waited longest."""
+    guarded.process.send_signal(signal.SIGSTOP)
+    try:
+        asking = [connected(guarded) for _ in range(5 * MOST_CONNECTIONS)]
+        for connection in asking:
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    finally:
+        guarded.process.send_signal(signal.SIGCONT)
+    statuses = {connection.recv(1 << 16)[:12] for connection in asking}
+    assert statuses <= {b"HTTP/1.1 200", b"HTTP/1.1 503"}
+    for connection in asking:
+        connection.close()
+    assert "raise the limit of open files" in guarded.log
+
+
+def test_a_start_that_may_open_too_few_files_says_what_to_raise() -> None:
+    """Before the engine's process begins."""
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (20, 40));"
+        "from server.cli import main; sys.exit(main(['serve']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr == "polydraft: 40 files may be open, and a start needs 48; raise the limit (ulimit -n)\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "wanted", "expected", "warns"), [(300, 0, 249, False), (300, 100, 100, False), (60, 0, 28, True)]
@@ -102,8 +129,8 @@ def test_connections_leave_room_for_open_files(limit: int, wanted: int, expected
     """The limit of files is raised to the hard limit. Too few connections are a warning."""
     code = (
         f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (50, {limit}));"
-        "import logging; logging.basicConfig(); from server.daemon import most_connections;"
-        f"print(most_connections({wanted}), *resource.getrlimit(resource.RLIMIT_NOFILE))"
+        "import logging; logging.basicConfig(); from server import cli; from server.daemon import most_connections;"
+        f"cli._raise_file_limit(); print(most_connections({wanted}), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     most, soft, hard = map(int, done.stdout.split())

@@ -51,7 +51,12 @@ PARAMETERS: dict[str, Any] = {
         "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
         "listed": {"enum": ["C", "5", 5, True, None, '"C"']},
         "words": {"type": "array", "items": {"type": "string"}, "maxItems": 2},
-        "matching": {"type": "string", "pattern": "^[a-z]{2,4}$", "minLength": 3},
+        "matching": {
+            "type": ["string", "null"],
+            "pattern": "^[a-z]{2,4}$",
+            "minLength": 3,
+            "allOf": [{"pattern": "[aeiou]"}],
+        },
         "either": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}, "maxItems": 2}]},
         "any": {},
         "short": {"type": "string", "maxLength": 3},
