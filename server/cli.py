@@ -136,8 +136,9 @@ def _held_back() -> MemoryHandler:
 
 
 def _raise_file_limit() -> int:
-    """Raise the limit of open files to the system's maximum, also for processes that this one
-    starts, and return it.
+    """Raise the limit of open files to the system's maximum, and return it.
+
+    Processes that this one starts have the same limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)

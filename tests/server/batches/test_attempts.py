@@ -61,8 +61,9 @@ def test_other_calls_draw_new_numbers() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 0), (1, 3)])
 def test_fields_of_a_body_hold_in_each_attempt(shape: tuple[int, int]) -> None:
-    """Drafts have the shape of the work unless the body has another one, or no shape can change its
-    answer. A drafter that depends on other answers is accepted, and does not draft.
+    """Drafts have the shape of the work, unless the body has another or its answer is certain.
+
+    A drafter that depends on other answers is accepted, and does not draft.
     """
     attempt = partial(requests_of, "line", shape=shape)
     assert attempt(seed=7)[0].sampling.seed == 7
