@@ -110,7 +110,7 @@ def test_a_stopped_run_goes_on(pair_arguments: list[str], tmp_path: Path, number
 
 
 def test_a_run_has_an_identity_until_it_ends(tmp_path: Path) -> None:
-    """Each run has other random numbers; a run that goes on has its own, and its shape of drafts."""
+    """Each run has other random numbers; a run that goes on keeps its own, and its shape."""
     command = BatchCommand(Serve(), tmp_path / "in.jsonl", tmp_path / "out.jsonl", False)
     identity = _run_identity(command, (1, 3))
     assert (len(identity.name), identity.shape) == (32, (1, 3))
