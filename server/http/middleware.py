@@ -182,10 +182,7 @@ class _SentResponse:
     """Response of one request, with its id and the names of ignored fields in headers."""
 
     def __init__(self, call: HttpCall, send: Send, timeout_s: float | None, on_start: Callable[[int], None]) -> None:
-        """timeout_s.
-
-        Most time that a client leaves a part unread, or None. on_start: takes the status.
-        """
+        """timeout_s: for a client to read a part, or None. on_start: takes the status."""
         self.has_begun = False
         self.is_unread = False
         """Whether the client has read nothing for too long."""

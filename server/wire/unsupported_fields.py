@@ -15,7 +15,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from pydantic import BaseModel, GetJsonSchemaHandler
@@ -85,11 +85,17 @@ def _mark_of(field: FieldInfo) -> Neutral | None:
     return next((mark for mark in field.metadata if isinstance(mark, Neutral)), None)
 
 
+@cache
+def _marks_of(model: type[BaseModel]) -> dict[str, Neutral]:
+    """Return the marks of a body's fields."""
+    marks = ((name, _mark_of(field)) for name, field in model.model_fields.items())
+    return {name: mark for name, mark in marks if mark is not None}
+
+
 def refuse_unsupported(body: BaseModel) -> None:
     """Raise RequestError for a known field with an unsupported value."""
-    for name, field in type(body).model_fields.items():
-        if (mark := _mark_of(field)) is not None:
-            mark.check(name, getattr(body, name))
+    for name, mark in _marks_of(type(body)).items():
+        mark.check(name, getattr(body, name))
     Neutral(getattr(body, "n", 1), way_out="send n").check("best_of", getattr(body, "best_of", None))
 
 
@@ -135,10 +141,7 @@ class UnknownFields:
         bodies: Iterable[type[BaseModel]] = (),
         foreign: Mapping[str, Neutral] | None = None,
     ) -> None:
-        """is_strict.
-
-        Refuse every unknown name. bodies: of all routes. foreign: other servers' fields.
-        """
+        """is_strict: refuse every unknown name. bodies: of all routes. foreign: of other servers."""
         self._is_strict = is_strict
         self._foreign = foreign or {}
         self._elsewhere = {name: field for body in bodies for name, field in body.model_fields.items()}
