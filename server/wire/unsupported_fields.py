@@ -141,7 +141,7 @@ class UnknownFields:
         bodies: Iterable[type[BaseModel]] = (),
         foreign: Mapping[str, Neutral] | None = None,
     ) -> None:
-        """is_strict: refuse every unknown name. bodies: of all routes. foreign: of other servers."""
+        """is_strict: refuse every unknown name. bodies: all routes'. foreign: other servers'."""
         self._is_strict = is_strict
         self._foreign = foreign or {}
         self._elsewhere = {name: field for body in bodies for name, field in body.model_fields.items()}
