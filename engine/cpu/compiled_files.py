@@ -1,5 +1,4 @@
-"""Files of compiled code in Numba's cache: a file with a checksum for each function, signature and
-processor.
+"""Files of compiled code in Numba's cache, with a checksum each.
 
 Numba's cache has an index for each function, without checksums: a damaged file ends a start or the
 process, and two processes can give the same name to different code. Here a file's name follows from

@@ -23,9 +23,7 @@ _CODE = Path(__file__).parents[1]
 
 
 def compiled_for_cpu(**options: Any) -> Callable[[Any], Any]:
-    """Return Numba's decorator; compiled code is cached for later starts if there is a writable
-    folder.
-    """
+    """Return Numba's decorator, which caches code for later starts if it can."""
     cache_folder()
 
     def decorate(function: Any) -> Any:
@@ -39,8 +37,7 @@ def compiled_for_cpu(**options: Any) -> Callable[[Any], Any]:
 
 @cache
 def cache_folder() -> Path | None:
-    """Let Numba cache compiled code (`compiled_files.py`), and return the folder; None if no folder
-    is writable.
+    """Let Numba cache compiled code; return the folder, None if none is writable.
 
     The folder's name depends on everything that compiled code depends on. By default Numba detects
     changes of a kernel's file, but not of the functions and constants compiled into it, of the

@@ -1,9 +1,9 @@
 """A decoder like Llama on a CPU: its weights in blocks, and a pass as one call (`model_pass.py`).
 
-Weights are stored in the checkpoint's type and widened when they are read, or in a form for which
-rows are rounded (`weights.py`). A model is accepted by its modules. Every start compares the
-decoder with transformers (`probe.py`), and a model that the decoder does not reproduce runs through
-transformers.
+Weights are stored in the checkpoint's type and widened when they are read, or in a form for
+which rows are rounded (`weights.py`). A model is accepted by its modules. Every start
+compares the decoder with transformers (`probe.py`), and a model that the decoder does not
+reproduce runs through transformers.
 """
 
 from __future__ import annotations
@@ -30,17 +30,13 @@ from engine.models.kinds import window_of
 
 _ROWS_TOGETHER = 16
 _PROMPT_ROWS_TOGETHER = 64
-"""Most rows of a sequence that attend together: they share tiles of keys, and one core computes
-them.
-"""
+"""Most rows of a sequence that share tiles of keys, on one core."""
 _PARTS_PER_CORE = 4
-"""Least number of parts of attention per core. With fewer parts, fewer rows attend together."""
+"""Least parts of attention per core; with fewer, fewer rows attend together."""
 _MANY_ROWS = 16
-"""Rows from which on a pass has much work (`CpuDecoder.cores`). Smaller passes have much work if
-K/V is as large as the weights.
-"""
+"""Rows from which on a pass has much work, or fewer with K/V as large as weights."""
 _TUNING_S = 0.15
-"""Least duration of the measurements for a number of rows. A turn of a large model takes longer."""
+"""Least duration of the measurements for a number of rows."""
 _RUNS_OF_TURN = 3
 _CORE_COST = 0.1
 NO_STATES = np.zeros((0, 0), dtype=np.float32)
@@ -51,13 +47,11 @@ class CpuDecoder(Backend):
 
     reads_pages = True
     target_ids: Array | None = None
-    """[tokens with logits] the target's ids of the tokens of a head with fewer tokens; None if ids
-    are equal.
-    """
+    """[tokens with logits] Target's ids of a head's fewer tokens; None if equal."""
     embedded_term: Array | None = None
-    """[V, r] the embeddings of the product `TERM` of a head; None if it has none."""
+    """[V, r] Embeddings of a head's product `TERM`, or None."""
     has_plain_logits = True
-    """Whether the model's logits are those of its output head, without further operations."""
+    """Whether logits are the output head's, without further operations."""
 
     def __init__(
         self,
@@ -66,8 +60,7 @@ class CpuDecoder(Backend):
         kv_dtype: torch.dtype = torch.float32,
         shared: Mapping[int, Product] | None = None,
     ) -> None:
-        """Lay out the weights of a model that `kinds.is_decoder` accepts. The model's weights stay
-        until `prepare`.
+        """Lay out the weights of a model that `kinds.is_decoder` accepts, until `prepare`.
 
         forms: forms of the weights; None keeps the model's type. shared: products of another
         decoder, by field, that replace the model's products. The first layer of an EAGLE head
@@ -81,19 +74,16 @@ class CpuDecoder(Backend):
         attention = layers[0].self_attn
         self._num_layers = len(layers)
         self._num_entries = int(hasattr(layers[0], "hidden_norm"))
-        """Number of layers that read states: 1 for an EAGLE head, else 0."""
+        """1 for an EAGLE head, whose first layer reads states, else 0."""
         self._hidden_dim = int(config.hidden_size)
         self._inner_dim = _whole_blocks(int(config.intermediate_size))
         self._num_kv_heads = int(config.num_key_value_heads)
         self._head_dim = int(attention.head_dim)
         self._query_dim = int(config.num_attention_heads) * self._head_dim
         self._joined_dim = self._query_dim + 2 * self._num_kv_heads * self._head_dim
-        """Columns of q, k and v together."""
         self.vocab_size = int(model.lm_head.weight.shape[0])
-        """V, the number of tokens with logits."""
         self._table = np.zeros((pass_table.NUM_FIELDS, pass_table.COLUMNS), dtype=np.int64)
         self._arrays: dict[int, Array] = {}
-        """Arrays of the table, by field."""
         self._put_weights(model, shared or {})
         forms_used = {form for product in self.products.values() for form in product.forms}
         self.rounds_rows = any(map(weights.rounds_rows, forms_used))
@@ -105,7 +95,7 @@ class CpuDecoder(Backend):
         self._storage: KVTensors | None = None
         self._sizes = 0, 0
         self.cores = 1, 1
-        """Numbers of cores for passes of little and of much work: see `_cores_for`."""
+        """Cores for passes of little and of much work (`_cores_for`)."""
 
     def _put_functions(self) -> None:
         """Point the table to the functions for the types of the embeddings and of K/V."""
@@ -126,7 +116,7 @@ class CpuDecoder(Backend):
             pass_table.DOWN: self._product([[layer.mlp.down_proj] for layer in layers]),
             **shared,
         }
-        """Products by their field. The output head and the embeddings may have the same product."""
+        """By field; output head and embeddings may share one."""
         if pass_table.LM_HEAD not in shared:
             self.products[pass_table.LM_HEAD] = self._product([[output]])
         if pass_table.EMBEDDING not in shared and output.weight is embedding.weight:
@@ -198,9 +188,7 @@ class CpuDecoder(Backend):
         self._put(pass_table.COUNTERS, np.zeros((num_phases, PHASE_SIZE), dtype=np.int64))
 
     def _put(self, field: int, *arrays: Array) -> None:
-        """Point the table's fields, from `field` on, to arrays, and hold references to the
-        arrays.
-        """
+        """Point the table's fields from `field` on to arrays, which are held."""
         for place, array in enumerate(arrays, field):
             assert array.flags.c_contiguous
             self._arrays[place] = array
@@ -208,9 +196,7 @@ class CpuDecoder(Backend):
             self._table[place, : 1 + array.ndim] = [array.ctypes.data, *array.shape]
 
     def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
-        """Drop the weights of linear layers and embeddings, and copy the other parameters out of
-        the mapped file.
-        """
+        """Drop weights of linear layers and embeddings; copy others out of the file."""
         for module in self._model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
@@ -228,8 +214,7 @@ class CpuDecoder(Backend):
         return weights.rounded_rows(rows, self._form_of(weight))
 
     def tune(self, run: Callable[[int], object], most_cores: int) -> None:
-        """Measure on how many cores passes of few and of more rows are fastest, and use these
-        numbers of cores.
+        """Measure on how many cores passes are fastest, and use them.
 
         run: runs a pass with a number of rows.
         """
@@ -242,9 +227,7 @@ class CpuDecoder(Backend):
         self.cores = fastest[0], fastest[1]
 
     def _fastest(self, run: Callable[[int], object], num_rows: int, counts: Sequence[int]) -> int:
-        """Return the number of cores, among `counts`, on which passes of this number of rows are
-        fastest.
-        """
+        """Return the fastest number of cores, among `counts`, for passes of these rows."""
         taken_s: dict[int, list[float]] = {count: [] for count in counts}
         started = time.perf_counter()
         while not taken_s[counts[-1]] or time.perf_counter() - started < _TUNING_S:
@@ -296,8 +279,7 @@ class CpuDecoder(Backend):
         state_TX: Tensor | None = None,
         are_target_states: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Run a flat pass; return the wanted tokens' ([N, D] states if the model reads states, [N,
-        V] logits).
+        """Run a flat pass; return wanted tokens' ([N, D] states if read, [N, V] logits).
 
         state_TX, are_target_states: see `states_of`.
         """
@@ -330,8 +312,7 @@ class CpuDecoder(Backend):
         return NO_STATES, NO_STATES, np.empty((num_leaving, 0), dtype=np.float32)
 
     def ready(self, storage: KVTensors, page_size: int, num_rows: int, num_keys: int) -> tuple[Array, int, Array]:
-        """Reserve buffers for passes of up to this number of rows; return (shared state of
-        the helpers, function, table).
+        """Reserve buffers for passes; return (helpers' state, function, table).
 
         num_keys: keys of the sequences of a pass.
         """
@@ -351,18 +332,14 @@ class CpuDecoder(Backend):
         return TEAM.shared, self._function, self._table
 
     def _cores_for(self, num_rows: int, num_keys: int) -> int:
-        """Return the cores of a pass. A single row has as much work as many rows if its text's K/V
-        is large.
-        """
+        """Return the cores of a pass; one row has much work if its K/V is large."""
         keys = self._arrays[pass_table.KEYS]
         kv_bytes = 2 * num_keys * keys.nbytes // keys.shape[1]
         has_much_work = num_rows >= _MANY_ROWS or kv_bytes >= self.weight_bytes
         return self.cores[has_much_work]
 
     def _rows_together(self, num_rows: int) -> int:
-        """Return the most rows of a sequence that attend together in a pass. Results do not depend
-        on it.
-        """
+        """Return the most rows that attend together; results do not depend on it."""
         num_parts = num_rows // _PROMPT_ROWS_TOGETHER * self._num_kv_heads
         if num_parts >= _PARTS_PER_CORE * self.cores[1]:
             return _PROMPT_ROWS_TOGETHER
@@ -373,8 +350,7 @@ class CpuDecoder(Backend):
         return np.empty((num_rows, self._arrays[pass_table.LM_HEAD + 1].shape[1]), dtype=np.float32)
 
     def _place_of(self, number: int) -> int:
-        """Return the place, among the stored taps, of the state that enters layer `number`; -1 if
-        it is not stored.
+        """Return the place of the state that enters layer `number` among the taps, or -1.
 
         The number after the last layer is the state that leaves it. The next number is that state
         after the final norm.

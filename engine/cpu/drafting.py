@@ -20,9 +20,7 @@ from engine.sampling.distribution import DistributionParameters
 
 
 class CompiledDrafting:
-    """Draws the chains of a step in one call. For rows that need more, the drafter draws them level
-    by level.
-    """
+    """Draws the chains of a step in one call, if rows need no more than it has."""
 
     def __init__(self, drafter: ChainSource, vocab_size: int, draw_at_once: Callable[[Plan, DrawTask], Tensor]) -> None:
         """draw_at_once: catches up on a plan's texts, and returns [C, L] the tokens."""
@@ -38,9 +36,7 @@ class CompiledDrafting:
     def draw(
         self, plan: Plan, layout: Layout, parameters: DistributionParameters, uniform_LC: Tensor
     ) -> tuple[Tensor, ProbsTable]:
-        """Return [C, L] the tokens of the plan's chains, and the distributions they were drawn
-        from.
-        """
+        """Return [C, L] tokens of the plan's chains, and their distributions."""
         if not may_draw_at_once(plan, layout):
             return self._drafter.draw(plan, layout, parameters, uniform_LC)
         probs_NV = torch.empty((layout.num_probs, self._vocab_size))
@@ -49,9 +45,7 @@ class CompiledDrafting:
 
 
 def compiled(drafter: Drafter) -> ChainSource:
-    """Return the source of chains in one call; the drafter itself if its model or kernels do not
-    allow it.
-    """
+    """Return the source of chains in one call, or else the drafter itself."""
     if drafter.runner is None:
         return drafter
     levels = levels_of(drafter.runner)

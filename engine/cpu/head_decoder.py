@@ -1,5 +1,4 @@
-"""Heads of the EAGLE and DFlash types on a CPU: their passes in one call each, by the decoder of
-language models.
+"""EAGLE and DFlash heads on a CPU, by the decoder of language models.
 
 The head's modules (`heads/eagle.py`, `heads/dflash.py`) are the oracle: every start compares passes
 of a text with them, and a head whose numbers differ runs through its modules.
@@ -40,9 +39,7 @@ _TOLERANCE = 1e-3
 """Largest difference of a number, as a share of the largest one."""
 _ROUNDED_TOLERANCES: dict[Form, float] = {"pairs": 0.03, "int4": 0.3}
 _ROUNDED_TOLERANCE = 0.1
-"""The same for forms of weights that round: by form, and for all other forms. No answer's
-distribution depends on a head's numbers.
-"""
+"""The same for forms that round; no answer's distribution depends on it."""
 
 
 class HeadDecoder(CpuDecoder, HeadBackend):
@@ -157,9 +154,7 @@ class HeadDecoder(CpuDecoder, HeadBackend):
         return torch.from_numpy(terms)[:, : self.vocab_size]
 
     def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
-        """Drop the head's weights that the decoder has, and pack the weights that are used outside
-        of passes.
-        """
+        """Drop weights that the decoder has, and pack those used outside of passes."""
         head = self._head
         for module in _decoded_modules(head):
             module.weight.data = module.weight.data.new_empty(0)
@@ -204,9 +199,7 @@ def _tolerance_of(form: Form) -> float:
 
 
 def _difference(head: Head, shape: KVShape, backends: Sequence[HeadBackend], block_size: int) -> float:
-    """Return the largest difference between two backends' states and products, as a share of the
-    largest number.
-    """
+    """Return the largest difference of states and products, as a share."""
     compute = _block if isinstance(head, DFlash) else _tree
     plain, decoded = (compute(head, shape, backend, block_size) for backend in backends)
     shares = []
@@ -226,9 +219,7 @@ _NUM_READ = 20
 
 
 def _tree(head: Any, shape: KVShape, backend: HeadBackend, block_size: int) -> list[Tensor]:
-    """Return the numbers that a head that drafts by depth computes for a text, and for a tree below
-    it.
-    """
+    """Return the numbers of a head that drafts by depth, for a text and a tree."""
     nodes = NodeInput(_text(head)[1:4], (1, 1, 2), (), np.array([[1, 0, 0], [0, 1, 0], [1, 0, 1]], dtype=np.bool_))
     runner = _runner(head, shape, backend, block_size, len(nodes.depths))
     text = _text(head)
@@ -241,9 +232,7 @@ def _tree(head: Any, shape: KVShape, backend: HeadBackend, block_size: int) -> l
 
 
 def _block(head: Any, shape: KVShape, backend: HeadBackend, block_size: int) -> list[Tensor]:
-    """Return the numbers that a head computes for two blocks. The second block follows a text read
-    before.
-    """
+    """Return a head's numbers for two blocks, of which one follows a text."""
     block: BlockConfig = head.block_config
     runner = _runner(head, shape, backend, block_size, block.size)
     blocks = range(-(-(_NUM_READ + block.size) // block_size) + 1)
@@ -282,9 +271,7 @@ def _numbers(num_rows: int, width: int) -> Tensor:
 
 
 def _target_norms(head: Any) -> Array:
-    """Return [parts, X / parts] weights of the norms of the target's states, before they are
-    projected.
-    """
+    """Return [parts, X / parts] norm weights of the target's states."""
     if isinstance(head, DFlash):
         return NO_STATES
     norms = [head.input_norm] if head.config.norm_before_fc else list(head.fc_norm)
@@ -333,9 +320,7 @@ def _decoded_modules(head: Any) -> list[Any]:
 
 
 def _decoded_weights(head: Any, shared: Collection[int]) -> list[Tensor]:
-    """Return the weights that a decoder lays out. shared: fields of the products that the target's
-    decoder has.
-    """
+    """Return the weights that a decoder lays out; shared: the target's products."""
     weights_by_field = {
         pass_table.EMBEDDING: (head.embed_tokens, head.shared.embedding_VD),
         pass_table.LM_HEAD: (head.lm_head, head.shared.head_VD),
@@ -347,9 +332,7 @@ def _decoded_weights(head: Any, shared: Collection[int]) -> list[Tensor]:
 
 
 def _narrowest(weights: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """Return the first of these types that has all numbers of float32 weights; float32 if none
-    has.
-    """
+    """Return the first of these types that has all numbers, else float32."""
     for dtype in dtypes:
         if all(torch.equal(weight.to(dtype).float(), weight) for weight in weights):
             return dtype

@@ -13,9 +13,7 @@ from engine.kernels.torch_kernels import Kernels
 
 
 def takes(rows_NV: Tensor) -> bool:
-    """Whether compiled operations support the numbers of these rows; plain operations compute with
-    any.
-    """
+    """Return whether compiled operations support these rows' numbers."""
     return rows_NV.dtype == torch.float32 and rows_NV.is_contiguous()
 
 

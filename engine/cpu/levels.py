@@ -1,5 +1,4 @@
-"""Drafting of a step in one call, with a draft model or head that the decoder computes
-(`draw_loop.py`).
+"""Drafting of a step in one call (`draw_loop.py`).
 
 `drafting.chains.draw_by_level` computes the same level by level, in Python, for any rows.
 """
@@ -33,18 +32,14 @@ class _Chains(NamedTuple):
     """Chains of a layout, as the loop needs them."""
 
     probs_ends: Ints
-    """[L] end of each level's distributions among those of all levels."""
+    """[L] End of each level's distributions."""
     first_chains: Ints
     num_chains: Ints
-    """[N] the first chain through the node above each distribution, and the number of these
-    chains.
-    """
+    """[N] First chain through the node above each distribution, and their number."""
     leaders_LC: Ints
-    """The first chain through each chain's node."""
+    """First chain through each chain's node."""
     parents: Ints
-    """[N] the node above each distribution, among those of the level above; 0 in the first
-    level.
-    """
+    """[N] Parent of each distribution, as an index into the level above."""
 
 
 @lru_cache(maxsize=128)  # the size of the cache of layouts
@@ -80,9 +75,7 @@ def _draft_row_of_distributions(layout: Layout) -> Ints:
 
 
 class Draws(NamedTuple):
-    """Arrays of all draws of a step. Numba takes a named tuple slowly, so the compiled loops get a
-    plain one.
-    """
+    """Arrays of all draws; the loops get a plain tuple, which Numba takes faster."""
 
     distributions: npt.NDArray[np.float32]
     """[N, V] output: the distributions that the tokens were drawn from."""
@@ -100,9 +93,7 @@ class Draws(NamedTuple):
     leaders: Ints
     """Chains as in `_Chains`."""
     target_ids: Ints
-    """The target's id of each token in a head's own vocabulary; empty if the vocabularies are
-    equal.
-    """
+    """Target's id of a head's tokens; empty for equal vocabularies."""
     spread: npt.NDArray[np.float32]
     """Working memory for a head's logits over the target's vocabulary."""
 
@@ -166,9 +157,7 @@ class DrawTask(NamedTuple):
 
 
 def levels_of(runner: ModelRunner) -> Levels | None:
-    """Return the drafting in one call; None if the backend, its tokens or the kernels do not allow
-    it.
-    """
+    """Return the drafting in one call; None if backend or kernels do not allow it."""
     decoder = runner.backend
     # Another class if a kernel failed its check (`start/choosing.py`).
     if type(runner.kernels) is not NumbaKernels:
@@ -236,9 +225,7 @@ class Levels:
 
     @property
     def has_term(self) -> bool:
-        """Whether logits are the sum of a draft row and a term of the token before, as `draw_below`
-        adds them.
-        """
+        """Return whether logits sum a draft row and a term of the previous token."""
         return self._decoder.embedded_term is not None
 
     def draw_below(self, base_SX: Tensor, last_R: Tensor, task: DrawTask) -> Tensor:

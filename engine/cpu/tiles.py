@@ -47,9 +47,7 @@ class Tiles(NamedTuple):
 
 @cache
 def tiles_of_process(has_tiles: bool) -> Tiles:
-    """Ask for tiles, and return whether products use them; has_tiles: whether the processor has
-    them.
-    """
+    """Ask for tiles, and return whether products use them."""
     if not has_tiles or sys.platform != "linux" or platform.machine() != "x86_64":
         return Tiles(False, "the processor has no tiles")
     reason = _failure_of_child([sys.executable, "-I", "-S", __file__]) or refusal()

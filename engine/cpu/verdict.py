@@ -1,5 +1,4 @@
-"""The verdict of a step in one compiled call (`Kernels.decide`), for rows whose rule is a race or
-at temperature 0.
+"""The verdict in one compiled call (`Kernels.decide`), for races and greedy rows.
 
 `step.verify` computes the same in separate operations, for any rows.
 """
@@ -65,9 +64,7 @@ def _is_decided(row: Row) -> bool:
 
 
 def _text_nodes(rows: Sequence[Row], draft: Draft) -> TextNodes | None:
-    """Return the nodes of text drafts among the nodes of a step; None if there are no text
-    drafts.
-    """
+    """Return the nodes of text drafts among a step's nodes, or None."""
     if not any(row.text_drafts for row in rows):
         return None
     starts = draft.starts.tolist()
@@ -89,9 +86,7 @@ def _text_nodes(rows: Sequence[Row], draft: Draft) -> TextNodes | None:
 def _with_text_drafts(
     rows: Sequence[Row], draft: Draft, emissions: Sequence[Emission], verdict: Sequence[Sequence[int]]
 ) -> list[Emission]:
-    """Return the emissions, with accepted text drafts. verdict: of `Kernels.decide`, as four
-    lists.
-    """
+    """Return the emissions with accepted text drafts; verdict: of `Kernels.decide`."""
     completed = []
     for row, tree, emission, *row_verdict in zip(rows, draft.trees, emissions, *verdict, strict=True):
         if not row.text_drafts:

@@ -1,5 +1,4 @@
-"""Weights of the CPU's decoder: products in blocks, in the checkpoint's type, in pairs of bfloat16,
-or in few bits.
+"""Weights of the CPU's decoder: products in blocks, in several formats.
 
 A product's weights are pieces with one layout each, so that a GGUF file may have several types.
 """
@@ -45,9 +44,7 @@ _SCALES = {
     **dict.fromkeys(("q4_k", "q5_k"), np.uint8),
     "q6_k": np.int8,
 }
-"""Types of scales; scales of other forms are float32, and numbers that are not integers have no
-scales.
-"""
+"""Types of scales; others are float32, and floating numbers have none."""
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "pairs": torch.bfloat16}
 """Types of the numbers of forms in 16 bits."""
 _LARGEST = {"int8": 127, "int4": 7}
@@ -62,8 +59,9 @@ class Forms(NamedTuple):
 
 
 def forms_of(dtype: torch.dtype, weights: str = "auto", may_round_rows: bool = True) -> Forms:
-    """Return the forms of a model's weights of a type. weights: see `ModelConfig`; may_round_rows:
-    in 16 bits.
+    """Return the forms of a model's weights.
+
+    weights: see `ModelConfig`; may_round_rows: in 16 bits.
     """
     if weights == "int8":
         return _alike("int8")
@@ -86,9 +84,7 @@ def form_of_type(kind: GGMLQuantizationType) -> Form:
 
 
 def types_of(form: Form) -> tuple[Any, Any]:
-    """Return the numpy types of the words and the scales of a form, for which functions of a pass
-    are compiled.
-    """
+    """Return the numpy types of a form's words and scales."""
     return _WORDS[form], _SCALES.get(form, np.float32)
 
 
@@ -113,9 +109,7 @@ def rounds_rows(form: Form) -> bool:
 
 
 def remark_on(forms: Collection[Form]) -> str:
-    """Return the remark of a start on a model whose weights have these forms; "" if no rows are
-    rounded.
-    """
+    """Return a start's remark on weights of these forms; "" if no rows are rounded."""
     if any(form.startswith("q") for form in forms):
         return "weights as in the file, rows of products are rounded to 8 bits"
     if "int4" in forms:
@@ -142,9 +136,7 @@ class WeightPiece(NamedTuple):
 
 
 class Product:
-    """The weights of one product in all L layers: pieces of blocks [blocks, words, B], and biases
-    [L, N].
-    """
+    """Weights of one product in all L layers: pieces of blocks, and biases [L, N]."""
 
     def __init__(self, layers: Sequence[Sequence[WeightPiece]], biases: Array) -> None:
         self.layers = layers
@@ -157,8 +149,7 @@ class Product:
         form_of: Callable[[Tensor], Form],
         alternate: bool = False,
     ) -> Product:
-        """Lay out the weights [N, K] of every layer, which follow each other in the columns of the
-        result.
+        """Lay out the weights [N, K] of every layer, one after the other in columns.
 
         biases: of these weights; form_of: returns the form of a weight; alternate: blocks of two
         weights alternate in the result.
@@ -191,9 +182,7 @@ class Product:
 
 
 def _following(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> list[WeightPiece]:
-    """Return the pieces of weights that follow each other; neighbours of the same form are one
-    piece.
-    """
+    """Return the pieces of consecutive weights; neighbours of one form are joined."""
     forms = [form_of(part) for part in parts]
     if len(set(forms)) > 1 and any(len(part) % BLOCK for part in parts[:-1]):
         # A piece begins with a block.
@@ -207,9 +196,7 @@ def _following(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> li
 
 
 def _alternating(parts: Sequence[Tensor], form_of: Callable[[Tensor], Form]) -> list[WeightPiece]:
-    """Return the pieces of two weights whose blocks alternate: one piece if they have the same
-    form.
-    """
+    """Return the pieces of two weights whose blocks alternate."""
     form, other_form = (form_of(part) for part in parts)
     first, second = _laid_out([parts[0]], form), _laid_out([parts[1]], other_form)
     if form != other_form:
@@ -274,9 +261,7 @@ def _bits(blocks: Tensor, form: Form) -> Array:
 
 
 def _packed(blocks: Tensor, form: Form) -> Array:
-    """Return [blocks, words, B] the words of blocks [blocks, B, K] of stored bytes
-    (`stored_words.py`).
-    """
+    """Return [blocks, words, B] words of blocks [blocks, B, K] of stored bytes."""
     num_blocks, width, depth = blocks.shape
     stored = blocks.view(num_blocks, width, -1, 4).transpose(1, 2).numpy()
     if types_of(form)[0] is np.uint8:
@@ -287,10 +272,9 @@ def _packed(blocks: Tensor, form: Form) -> Array:
 
 
 def quantised(weights: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """Return ([..., K] integers of 8 or 4 bits, [..., K / `GROUP`] their scales) for weights [...,
-    K].
+    """Return ([..., K] integers of 8 or 4 bits, scales) for weights [..., K].
 
-    In 4 bits the scale of a group is the best of twenty (`best_scales`).
+    A scale is for `GROUP` numbers; in 4 bits it is the best of twenty (`best_scales`).
     """
     groups = weights.float().contiguous().view(*weights.shape[:-1], -1, GROUP)
     if form == "int4":

@@ -1,5 +1,4 @@
-"""Low-rank adapters (LoRA, in the format of peft), merged into a model's weights after they are
-loaded.
+"""Low-rank adapters (LoRA, peft's format), merged into a model's weights.
 
 A layer's weight W becomes W + scale * B A, where A [r, in] and B [out, r] are the adapter's. The
 merged model is served as any model: drafts are verified against its distribution. Not for: adapters
@@ -77,9 +76,7 @@ def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> f
 
 
 def read_adapter(name: str) -> Adapter:
-    """Return an adapter's configuration; raise ConfigError if it is no adapter that can be
-    merged.
-    """
+    """Return an adapter's configuration; raise ConfigError if it cannot be merged."""
     path = model_file(name, _CONFIG)
     if path is None:
         raise ConfigError(f"{name}: it has no {_CONFIG}; name a folder with an adapter in peft's format")

@@ -33,35 +33,28 @@ class Backend:
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
         """Return [N, V] logits at the wanted tokens of a flat pass, in the model's dtype.
 
-        `metadata` determines where K/V is stored, and `metadata.storage.taps` the stored hidden
-        states.
+        `metadata` determines where K/V is stored, and `metadata.storage.taps`
+        the stored hidden states.
         """
         raise NotImplementedError
 
     def weight_used(self, weight: Tensor) -> Tensor:
-        """Return the numbers that represent a parameter of the model, in the type of the
-        arithmetic.
-        """
+        """Return the numbers that represent a parameter, in the arithmetic's type."""
         return weight
 
     def rows_used(self, rows: Tensor, weight: Tensor) -> Tensor:  # noqa: ARG002
-        """Return the numbers that the product with a weight of the model multiplies for rows [...,
-        K].
-        """
+        """Return the numbers that a product multiplies for rows [..., K]."""
         return rows
 
     def prepare(self, works: Callable[[], bool]) -> int:
-        """Drop the model's own weights if they are stored in another layout; return the memory that
-        this backend takes besides the model's own, in bytes.
+        """Drop weights stored in another layout; return this backend's further bytes.
 
         works: whether the changed model still computes its numbers.
         """
         raise NotImplementedError
 
     def tune(self, run: Callable[[int], object], most_cores: int) -> None:
-        """Measure on how many cores passes are fastest, if torch does not manage the threads; run:
-        runs a pass of this many rows.
-        """
+        """Measure on how many cores passes are fastest; run: runs a pass of some rows."""
 
 
 class TransformersBackend(Backend):
@@ -85,7 +78,5 @@ class TransformersBackend(Backend):
         return logits_NV
 
     def prepare(self, works: Callable[[], bool]) -> int:
-        """Pack the weights of its linear layers; the code of some models reads weights that a
-        packed layer lacks.
-        """
+        """Pack the linear layers' weights, unless the model's code reads them."""
         return pack(take_over(self._model), works)

@@ -1,5 +1,4 @@
-"""Facts that several files of a checkpoint state: which tokens end an answer, and the context
-length.
+"""Facts of a checkpoint's files: which tokens end an answer, and the context.
 
 Transformers takes the end tokens from generation_config.json alone, chat templates use the
 tokenizer's, and many fine-tunes change only one of the files. So the ends of all files count, and
@@ -31,9 +30,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRoles:
-    """Tokens with a role, decided from all files. Nothing is padded here, so padding tokens have no
-    part in it.
-    """
+    """Tokens with a role, by all files; padding has no part in it."""
 
     ends: frozenset[int]
     """Tokens that end an answer."""
@@ -54,8 +51,8 @@ def token_roles(model: Source, tokenizer: Source, vocab_size: int, default_ends:
     - the tokenizer's end is left out if it is its begin token and other files name ends: models
       begin messages with it.
 
-    default_ends: the architecture's own, which count if config.json leaves its ends out and nothing
-    else names any.
+    default_ends: the architecture's own, which count if config.json leaves its ends out and
+    nothing else names any.
     """
     files = _Files(model, tokenizer, vocab_size)
     named = {file: files.ids(file, "eos") for file in (_CONFIG, _GENERATION, *_TOKENIZER_FILES)}
@@ -146,9 +143,7 @@ class _Files:
         return token if token is not None and 0 <= token < self._vocab_size else None
 
     def is_text(self, token: int) -> bool:
-        """Whether a token is ordinary text of the tokenizer; False for added and for unknown
-        tokens.
-        """
+        """Return whether a token is ordinary text; False for added and unknown ones."""
         return self._words is not None and token not in self._added and self._words.id_to_token(token) is not None
 
     def shown(self, token: int) -> str:
@@ -173,8 +168,8 @@ def context_length(config: Any) -> int:
 def length_remark(config: Any, tokenizer: Source) -> str:
     """Return the other lengths that a model's files name, for the log; "" if there are none.
 
-    A tokenizer's model_max_length is the length at which it would cut texts, and limits nothing
-    here.
+    A tokenizer's model_max_length is the length at which it would cut texts,
+    and limits nothing here.
     """
     length = context_length(config)
     others = {f"{_CONFIG} (max_position_embeddings)": getattr(config, "max_position_embeddings", None)}
@@ -188,9 +183,7 @@ def length_remark(config: Any, tokenizer: Source) -> str:
 
 
 def read_tokenizer(source: Source) -> Tokenizer | None:
-    """Return a model's tokenizer.json, or None if it has none; raise ConfigError for one that
-    cannot be used.
-    """
+    """Return tokenizer.json, or None; raise ConfigError if it cannot be used."""
     path = model_file(source.name, "tokenizer.json", source.revision)
     if path is None:
         return None
@@ -220,9 +213,7 @@ def check_vocabularies(target: Source, draft: Source) -> bool:
 
 
 def _stored(source: Source, file: str) -> dict[str, Any]:
-    """Return the statements of a file. A model of several parts may state them in the part of its
-    text model.
-    """
+    """Return a file's statements, also those of its text model."""
     path = model_file(source.name, file, source.revision)
     if path is None:
         return {}

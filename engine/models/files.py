@@ -17,9 +17,7 @@ from engine.errors import ConfigError, first_line
 log = logging.getLogger("polydraft")
 
 PROBE_S, _PATIENCE_S = 5.0, 8.0
-"""Longest wait for an answer of the hub, and for the whole exchange including the address look-up,
-which has no time limit.
-"""
+"""Longest wait for the hub's answer, and for the exchange with address look-up."""
 _GGUF = b"GGUF"
 _LFS = b"version https://git-lfs.github.com/spec/"
 _RIGHT_FOLDER = "name a folder with config.json and safetensors, or a GGUF file"
@@ -36,9 +34,7 @@ _FILES_READ = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-"""Files of a folder besides its weights. A git-lfs pointer in place of one may change answers
-without an error.
-"""
+"""Files besides weights; a git-lfs pointer may change answers without an error."""
 
 
 class MissingConfig(ConfigError):
@@ -46,12 +42,11 @@ class MissingConfig(ConfigError):
 
 
 def check_source(name: str, revision: str | None = None, is_model: bool = True) -> None:
-    """Raise ConfigError if `name` is neither a folder nor available from the hub; the message says
-    what was tried, and what to do.
+    """Raise ConfigError, with a way out, if `name` is no folder and not on the hub.
 
-    Takes seconds without a network: the hub is asked once, for one file. If it does not answer and
-    the cache has the model, this process and its children do not ask again. is_model: else it is a
-    tokenizer.
+    Takes seconds without a network: the hub is asked once, for one file. If it does not answer
+    and the cache has the model, this process and its children do not ask again. is_model: else
+    it is a tokenizer.
     """
     file = "config.json" if is_model else "tokenizer.json"
     try:
@@ -83,9 +78,7 @@ def hub_client() -> ModuleType:
 
 
 def _check_hub(name: str, revision: str | None, file: str, is_model: bool) -> None:
-    """Raise ConfigError if the hub does not have a file, or does not answer and its cache does not
-    have the model.
-    """
+    """Raise ConfigError if neither the hub nor its cache has the file."""
     hub = hub_client()
     files = [file] if is_model else [file, "config.json"]
     cached = [hub.try_to_load_from_cache(name, file, revision=revision) for file in files]
@@ -151,9 +144,7 @@ def warn_of_adapter(name: str) -> None:
 
 
 def file_fault(path: Path) -> str:
-    """Return why an existing file, or link, cannot be what its name says, and what to do; "" if its
-    first bytes look right.
-    """
+    """Return why a file cannot be what its name says, and a way out; "" if it can."""
     try:
         with path.open("rb") as file:
             begin = file.read(64)
@@ -213,9 +204,7 @@ def _is_path(name: str) -> bool:
 
 
 def _ask_hub(name: str, revision: str | None, file: str, is_model: bool) -> str | None:
-    """Ask for a file; return None if the hub has it, else why it did not answer. Raise ConfigError
-    for a refusal.
-    """
+    """Ask for a file; return None, or why the hub did not answer; raise if refused."""
     hub = hub_client()
     url = hub.hf_hub_url(name, file, revision=revision)
     answer, fault = ask_hub(name, revision, lambda: hub.get_hf_file_metadata(url, timeout=PROBE_S))
@@ -229,8 +218,7 @@ def _ask_hub(name: str, revision: str | None, file: str, is_model: bool) -> str 
 
 
 def ask_hub(name: str, revision: str | None, question: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Return the hub's answer to a question about a repository, and why it did not answer, which is
-    None if it did.
+    """Return (the hub's answer about a repository, why there is none or None).
 
     That a file does not exist is an answer (EntryNotFoundError). Raise ConfigError for a refusal.
     """
@@ -264,12 +252,11 @@ def ask_hub(name: str, revision: str | None, question: Callable[[], Any]) -> tup
 
 
 def model_file(name: str, file: str, revision: str | None = None) -> Path | None:
-    """Return the path of a model's file, which is downloaded first if `name` is no folder; None if
-    the model has no such file.
+    """Return a model's file, downloaded if needed; None if it has no such file.
 
     revision: of the hub's repository; folders have none. If the hub must not be contacted
-    (`HF_HUB_OFFLINE`), a model has the files that are in the cache. Raise ConfigError if the hub
-    does not answer.
+    (`HF_HUB_OFFLINE`), a model has the files that are in the cache. Raise ConfigError if the
+    hub does not answer.
     """
     folder = Path(name)
     if folder.is_dir():

@@ -1,5 +1,4 @@
-"""Imports transformers without packages that no served model uses, which take memory and time at
-every start.
+"""Imports transformers without packages that no served model uses.
 
 Transformers imports what it finds: SciPy for losses of object detection, torch's compiler, which
 imports Triton, and torchao, which only weights in its layouts need.

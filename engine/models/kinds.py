@@ -1,6 +1,4 @@
-"""Decides which models our own decoders compute: decoders like Llama, by their configuration and
-their modules.
-"""
+"""Decides which models our own decoders compute, by config and modules."""
 
 from __future__ import annotations
 
@@ -58,8 +56,9 @@ def window_of(attention: Any) -> int | None:
 
 
 def is_lean(model: Any) -> bool:
-    """Whether a model is a decoder like Llama, without sliding windows, and without biases outside
-    attention. Its linear layers may be quantised by torchao or compressed-tensors.
+    """Return whether a model is like Llama, without windows or other biases.
+
+    Its linear layers may be quantised by torchao or compressed-tensors.
     """
     return (
         _is_like_llama(model.config)

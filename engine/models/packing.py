@@ -1,5 +1,4 @@
-"""Linear layers of a transformers model on a CPU, in oneDNN's layout, for models that our own
-decoder does not support.
+"""Linear layers on a CPU in oneDNN's layout, for models without our decoder.
 
 A plain product of several rows converts the weight's layout in every call. With a weight that is
 converted once at start, up to eight rows cost little more than one, which is what verification
@@ -91,9 +90,9 @@ class PackedLinear:
                 module.weight.data = self._plain
 
     def compile(self) -> None:
-        """Run the product with each size of `SIZES`, from few rows to many, so that oneDNN compiles
-        its kernels at start; stop after `_COMPILE_BUDGET_S`. Does nothing if oneDNN does not run
-        the product.
+        """Run the product with each size of `SIZES`, so that oneDNN compiles at start.
+
+        Stops after `_COMPILE_BUDGET_S`. Does nothing if oneDNN does not run the product.
         """
         if self._packed is None and not self._compiles:
             return
@@ -106,16 +105,12 @@ class PackedLinear:
 
 
 def is_plain(module: Any) -> bool:
-    """Whether a module is a linear layer with a plain weight: not quantised, not one rank's
-    share.
-    """
+    """Return whether a module is linear with a whole plain weight."""
     return type(module) is nn.Linear and type(module.weight.data) is Tensor and not has_scheme(module)
 
 
 def take_over(model: Any) -> Iterator[PackedLinear]:
-    """Replace the plain linear layers of a transformers model; quantised and other special layers
-    stay unchanged.
-    """
+    """Replace the plain linear layers of a model; others stay."""
     shared = {id(model.get_input_embeddings().weight)}
     for module in model.modules():
         if is_plain(module):

@@ -1,5 +1,4 @@
-"""A target split over several processes of one machine (tensor parallelism), as transformers splits
-it.
+"""A target split over processes (tensor parallelism), as transformers does.
 
 The engine process is rank 0. Every other rank loads its share of the weights, runs the same probes,
 and then repeats what rank 0's runner does: calls arrive through its standard input, and layers
@@ -70,9 +69,7 @@ def check_split(name: str, config: Any, size: int) -> None:
 
 
 def start_ranks(config: ModelConfig, device: torch.device, context: int) -> Ranks:
-    """Start ranks 1 and on, and join them as rank 0; context: tokens of the longest text that is
-    served.
-    """
+    """Start ranks 1 and on, and join them as rank 0; context: longest text."""
     size = config.tensor_parallel_size
     if device.type == "cuda" and torch.cuda.device_count() < size:
         raise ConfigError(
@@ -94,8 +91,7 @@ def start_ranks(config: ModelConfig, device: torch.device, context: int) -> Rank
 
 
 def _watch(ranks: Ranks, joined: threading.Event) -> None:
-    """End the engine when a rank has ended: otherwise it would wait for it, in a pass on CUDA for
-    ten minutes.
+    """End the engine when a rank has ended, for which it would wait.
 
     If a pass fails at once, the engine ends by itself, with an error that says more.
     """

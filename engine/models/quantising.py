@@ -1,15 +1,15 @@
 """Weights of few bits, in torchao's layouts and in layouts of checkpoints; transformers loads both.
 
-`--weights fp8` and `--weights int4` quantise the linear layers of a checkpoint, except its head,
-while it is loaded. The served target is then the quantised model, and the probe compares with the
-quantised model.
+`--weights fp8` and `--weights int4` quantise the linear layers of a checkpoint, except its
+head, while it is loaded. The served target is then the quantised model, and the probe compares
+with the quantised model.
 
 An activation that is quantised with one scale for the whole pass would make the answer to a request
 depend on the other requests, and on drafted tokens. Every row has a scale here, and checkpoints
 with one scale for all are refused.
 
-Not for: `--weights int8` and `int4` on a CPU, whose layouts belong to our CPU decoder
-(`cpu/weights.py`).
+Not for: `--weights int8` and `int4` on a CPU, whose layouts belong to
+our CPU decoder (`cpu/weights.py`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ _LEAST_CAPABILITY = {"fp8": (8, 9), "int4": (8, 0)}
 
 
 def stored_method(config: Any) -> str | None:
-    """Return the method by which a checkpoint is quantised, from its configuration; None if it is
-    not.
-    """
+    """Return the method of a quantised checkpoint, or None."""
     stored = _stored(config)
     if "quant_method" not in stored:
         return None
@@ -51,11 +49,10 @@ def stored_method(config: Any) -> str | None:
 def check_quantised(
     name: str, config: Any, wanted: ModelConfig, num_ranks: int, device: torch.device, by_torchao: bool
 ) -> None:
-    """Raise ConfigError for a quantised checkpoint that cannot be served, or weights that cannot be
-    quantised.
+    """Raise ConfigError for quantised weights that cannot be served.
 
-    config: the checkpoint's; by_torchao: whether torchao quantises the weights while they are
-    loaded.
+    config: the checkpoint's; by_torchao: whether torchao quantises the weights
+    while they are loaded.
     """
     method, weights, dtype = stored_method(config), wanted.weights, wanted.dtype
     if method in _LIBRARIES and find_spec(_LIBRARIES[method]) is None:
@@ -91,8 +88,7 @@ def _check_device(weights: str, dtype: str, capability: tuple[int, int]) -> None
 
 
 def load_options(weights: str, method: str | None, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that quantise; none for the checkpoint's own
-    weights.
+    """Return arguments of `from_pretrained` that quantise, if any.
 
     method: by which the checkpoint is quantised.
     """
@@ -105,9 +101,7 @@ def load_options(weights: str, method: str | None, device: torch.device) -> dict
 
 
 def _torchao_config(weights: str, on_cuda: bool) -> Any:
-    """Return the configuration of torchao. A CPU has layouts without kernels: the same numbers, but
-    no faster.
-    """
+    """Return torchao's configuration; on a CPU it is no faster."""
     quantization = import_torchao().quantization
     by_row = quantization.PerRow()
     if weights == "fp8" and on_cuda:
@@ -133,8 +127,7 @@ def multiplies_float8(device: torch.device) -> bool:
 
 
 def adopt_float8(model: nn.Module) -> None:
-    """Give layers of compressed-tensors in fp8, with a scale for each row of weights and
-    activations, torchao's layout.
+    """Give fp8 layers of compressed-tensors, scaled by rows, torchao's layout.
 
     compressed-tensors unpacks weights, and rounds them once more in every pass. Call it before the
     first pass. Does nothing if some layers are quantised otherwise.
@@ -169,9 +162,7 @@ def adopt_float8(model: nn.Module) -> None:
 
 
 def _is_float8_by_rows(layer: Any) -> bool:
-    """Whether a stored layer, whose weights are not unpacked, multiplies fp8 with a scale for each
-    row of both.
-    """
+    """Return whether a stored layer multiplies fp8 with scales of rows."""
     scheme = layer.quantization_scheme
     rows, scale = scheme.input_activations, getattr(layer, "weight_scale", None)
     return (
@@ -223,9 +214,7 @@ def rounds_rows(module: nn.Module) -> bool:
 
 @contextmanager
 def rounding_off(model: nn.Module) -> Iterator[None]:
-    """Let layers of compressed-tensors, and joined products (`layer_products.py`), not round rows,
-    temporarily.
-    """
+    """Let quantised layers and joined products not round rows, temporarily."""
     changed: list[Any] = [module for module in model.modules() if has_scheme(module) or has_float8_rows(module)]
     before = [rounds_rows(module) for module in changed]
     try:
@@ -238,9 +227,7 @@ def rounding_off(model: nn.Module) -> Iterator[None]:
 
 
 def has_float8_rows(module: Any) -> bool:
-    """Whether a linear layer has a weight of torchao in fp8 with a scale for each row, so that rows
-    can be stacked.
-    """
+    """Return whether a layer's torchao weight is fp8 with a scale for each row."""
     if type(module) is not nn.Linear or has_scheme(module) or not is_quantised(module.weight):
         return False
     weight: Any = module.weight.data
@@ -248,9 +235,7 @@ def has_float8_rows(module: Any) -> bool:
 
 
 def rounds_to_float8(weight: Any) -> bool:
-    """Whether a weight (`has_float8_rows`) is multiplied with rows that are rounded to fp8 as our
-    kernel does it.
-    """
+    """Return whether a weight's rows are rounded as our kernel does it."""
     to = weight.data.act_quant_kwargs
     return (
         to is not None

@@ -1,5 +1,4 @@
-"""Fixes rotary embeddings whose frequencies depend on the longest text of a batch, by the served
-context.
+"""Fixes rotary embeddings that depend on a batch's longest text.
 
 Transformers chooses the frequencies of `longrope` and `dynamic` embeddings in every pass, by its
 longest position. One request would then change the K/V of other requests, and a text that grows
@@ -23,8 +22,7 @@ _CHOSEN = ("factor", "mscale")
 
 
 def fix_rope(name: str, config: Any, context: int) -> str:
-    """Fix the rotary embedding of a transformers configuration for texts of up to `context` tokens,
-    in place.
+    """Fix the rotary embedding for texts of up to `context` tokens, in place.
 
     Return a line for the log that names the choice; "" if the configuration leaves none.
     """
@@ -59,26 +57,20 @@ def depends_on_length(config: Any) -> bool:
 
 
 def original_length(config: Any) -> int | None:
-    """Return the longest context that the short factors of longrope serve; None for other
-    embeddings.
-    """
+    """Return the longest context of longrope's short factors, or None."""
     ropes = (rope for rope in _ropes(config) if rope["rope_type"] == _LONGROPE)
     return min((int(rope["original_max_position_embeddings"]) for rope in ropes), default=None)
 
 
 def limit_reason(config: Any) -> str:
-    """Return why texts cannot be longer than the configuration's length, if it is the rotary
-    embedding; else "".
-    """
+    """Return why the rotary embedding bounds texts; else ""."""
     if all(rope["rope_type"] != _DYNAMIC for rope in _ropes(config)):
         return ""
     return ", because its 'dynamic' rotary embedding would let longer texts change the answers of other requests"
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Return the parameters of all rotary embeddings of a configuration; some families have
-    several.
-    """
+    """Return the parameters of all rotary embeddings; some families have several."""
     stored = getattr(config, "rope_parameters", None)
     parts = [stored, *stored.values()] if isinstance(stored, dict) else []
     return [part for part in parts if isinstance(part, dict) and isinstance(part.get("rope_type"), str)]

@@ -23,9 +23,7 @@ from engine.models.backend import Backend, TransformersBackend
 from engine.models.parallel import Ranks
 
 Replay = Callable[[DevicePass, Tensor | None], Tensor]
-"""Computes the logits [N, V] (float32) at the wanted tokens of a pass; operands as those of
-`run`.
-"""
+"""Computes [N, V] logits (float32) of a pass; operands as those of `run`."""
 
 
 class Pass(NamedTuple):
@@ -41,9 +39,7 @@ class PassMenu(Protocol):
     """Passes that a device has recorded."""
 
     def fitted(self, layout: StepLayout) -> tuple[StepLayout, Replay | None]:
-        """Return a pass as it is computed, and what replays it; None if no recorded pass has room
-        for it.
-        """
+        """Return a pass as computed, and its replay, None without a recorded room."""
 
 
 class ModelRunner:
@@ -67,9 +63,10 @@ class ModelRunner:
         has_spare_block: bool = False,
         kernels: Kernels = TORCH,
     ) -> None:
-        """backend: runs the model, None is transformers; ranks: processes with the rest of a split
-        model; paged_kernel: attends for all sequences at once; has_spare_block: one block more than
-        the pool, for the K/V of padding; kernels: operations on distributions, chains and K/V.
+        """backend: None is transformers; ranks: processes of a split model.
+
+        paged_kernel: attends for all sequences at once; has_spare_block: one block more than the
+        pool, for padding; kernels: operations on distributions, chains and K/V.
         """
         self.paged_kernel = paged_kernel
         self._ranks = ranks
@@ -119,9 +116,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, prepared: Pass, drawn_M: Tensor | None = None) -> Tensor:
-        """Return logits [N, V] (float32) at the wanted tokens of a pass. drawn_M: tokens that only
-        the device knows.
-        """
+        """Return [N, V] logits (float32) of a pass; drawn_M: on the device only."""
         tensors = prepared.tensors
         if prepared.replay is not None:
             return prepared.replay(tensors, drawn_M)
@@ -131,9 +126,7 @@ class ModelRunner:
     def run_on_device(
         self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor
     ) -> Tensor:
-        """Return logits [N, V], in the model's type, of a pass whose numbers are all on the
-        device.
-        """
+        """Return [N, V] logits, in the model's type, of a pass on the device."""
         if self.num_embeddings < self.vocab_size:
             token_ids_T = torch.where(token_ids_T < self.num_embeddings, token_ids_T, 0)
         return self._compute(token_ids_T, positions_T, metadata, wanted_N)

@@ -1,5 +1,4 @@
-"""Hidden states of a transformers model, stored while it runs: hooks on the layers that its taps
-name.
+"""Hidden states of a transformers model, stored by hooks on layers.
 
 The storage says which taps there are (`engine.attention.tensors`). Not for: decoders that are not
 transformers' own, which call `KVTensors.store` themselves.

@@ -31,15 +31,11 @@ _INDEXES = tuple(f"{name}.index.json" for name in _WHOLE)
 _COMPUTED = re.compile(r"(^|\.)(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)$")
 """Buffers that the model computes itself, and that older checkpoints contain."""
 _WRAPPERS = re.compile(r"(_orig_mod\.|module\.)+")
-"""Prefixes of tensors that were saved from a model wrapped by torch.compile or
-DistributedDataParallel.
-"""
+"""Prefixes of tensors wrapped by torch.compile or DistributedDataParallel."""
 
 
 def check_weight_files(folder: Path) -> None:
-    """Raise LoadError for weights that are missing or incomplete, ConfigError for an index that
-    cannot be read.
-    """
+    """Raise LoadError for missing weights, ConfigError for an unreadable index."""
     if (file := file_of(folder)) is not None:
         open_file(file)
         return
@@ -67,9 +63,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a folder has the name; a link to a missing file counts, so that its fault can be
-    reported.
-    """
+    """Return whether a folder has the name, also as a broken link."""
     return path.is_file() or path.is_symlink()
 
 
@@ -86,9 +80,7 @@ def _without_weights(folder: Path) -> str:
 
 
 def wrapper_prefix(folder: Path) -> str:
-    """Return the prefix of all tensors in a folder's safetensors files, if torch.compile or DDP has
-    put one there.
-    """
+    """Return the prefix that torch.compile or DDP put before all tensors."""
     names: list[str] = []
     for file in folder.glob("model*.safetensors"):
         if _header_fault(file):
@@ -102,9 +94,7 @@ def wrapper_prefix(folder: Path) -> str:
 
 
 def missing_fault(missing: Iterable[object], unplaced: Iterable[object]) -> str:
-    """Return why a model's weights are missing, and what to do; unplaced: tensors that have no
-    place in it.
-    """
+    """Return why weights are missing, and a way out; unplaced: other tensors."""
     lacking = sorted(map(str, missing))
     others = sorted(map(str, unplaced))
     fault = f"the checkpoint lacks {len(lacking)} of the model's weights ({first_of(lacking)})"
@@ -128,8 +118,7 @@ def _header_fault(file: Path) -> str:
 
 
 def check_unplaced(name: str, model: nn.Module, keys: Iterable[str], is_quantised: bool) -> None:
-    """Raise LoadError for tensors that would change the model's results; warn of other tensors,
-    except buffers.
+    """Raise LoadError for tensors that would change results; warn of others.
 
     keys: names of the ignored tensors. is_quantised: whether the configuration says how weights are
     quantised; scales of K/V are then ignored by design.

@@ -31,26 +31,18 @@ _HARMONY_TYPE = r"\s{0,9}(?:<\|constrain\|>)?\s{0,9}\w{0,32}<\|message\|>" + _SP
 
 @dataclass(frozen=True)
 class JsonFormat:
-    """Marks around a call's JSON. Patterns are regular expressions, matched at the end of the
-    previous part.
-    """
+    """Marks around a call's JSON: regular expressions after the previous part."""
 
     opens: Mapping[str, str]
-    """Marks that begin a call, each with the pattern of the text up to the object's first
-    bracket.
-    """
+    """Marks that begin a call, with patterns up to the object's first bracket."""
     after: str = ""
-    """Pattern of the text after the object; a group `more` matches the text up to the next object's
-    bracket.
-    """
+    """Pattern after the object; its group `more` leads to the next object's bracket."""
     close: str | None = None
     """Mark that ends a call whose JSON is invalid."""
     last: str | None = None
     """Mark after all calls."""
     is_named: bool = field(default=False)
-    """Whether the opening pattern contains the function's name and the object only the
-    arguments.
-    """
+    """Whether the opening has the function's name, and the object only the arguments."""
 
 
 def _deepseek(head: str, before_end: str) -> JsonFormat:
@@ -89,9 +81,7 @@ JSON_FORMATS: dict[str, JsonFormat] = {
 
 @dataclass(frozen=True)
 class XmlFormat:
-    """Tags around a call's arguments, as regular expressions. A tag may be several words with white
-    space between.
-    """
+    """Tags around a call's arguments, as regular expressions, also of several words."""
 
     mark: str
     """Text with which a call begins."""
@@ -128,9 +118,7 @@ XML_FORMATS: dict[str, XmlFormat] = {
 
 
 def call_marks(form: str | None) -> tuple[str, ...]:
-    """Return the texts with which a format's calls may begin, the outermost first; empty if they
-    are not known.
-    """
+    """Return the texts with which calls may begin, outermost first; empty if unknown."""
     if form == HARMONY:
         return ("<|start|>assistant to=",)
     if form in JSON_FORMATS:

@@ -1,5 +1,4 @@
-"""Grammars of calls in Lark, for forced calls and strict tools, by the formats of
-`call_formats.py`.
+"""Grammars of calls in Lark, for forced calls and strict tools.
 
 The format's reader reads calls of its grammar back as they are, with arguments that follow their
 schema. A mark is text, or the special token with this text. Text outside calls is free.
@@ -39,9 +38,7 @@ SpecialToken = Callable[[str], int | None]
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """Calls of a format: mark, first, call, any number of (between, call), last. Each is the right
-    side of a rule.
-    """
+    """Calls: mark, first, call, any number of (between, call), last; right sides of rules."""
 
     call: str
     """NAME and ARGUMENTS stand for a function's name and arguments."""
@@ -135,8 +132,9 @@ SYNTAXES: Mapping[str, CallSyntax] = {
 
 
 class CallGrammar:
-    """Grammar of an answer that may call some functions. Methods raise RequestError for arguments
-    that the format cannot express.
+    """Grammar of an answer that may call functions.
+
+    Methods raise RequestError for arguments that the format cannot express.
     """
 
     def __init__(self, tools: Sequence[Tool], form: str, special_token: SpecialToken, is_parallel: bool) -> None:

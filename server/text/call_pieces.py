@@ -1,5 +1,4 @@
-"""State of the function calls of one answer: text between them, names, and arguments piece by
-piece.
+"""State of one answer's calls: text between them, names, and arguments by pieces.
 
 Not for: finding the beginning and the end of a call (`json_calls.py`, `xml_calls.py`,
 `template_calls.py`).
@@ -21,9 +20,7 @@ _STRING_END = re.compile(r'["\\\x00-\x1f]')
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _SPACE = re.compile(r"\s*")
 _PLAIN = re.compile(r"[\s:,0-9+\-.eEtrufalsn]*")
-"""Characters that JSON allows outside strings and brackets: white space, separators, numbers, true,
-false and null.
-"""
+"""Characters of JSON outside strings and brackets."""
 _CLOSER = {"{": "}", "[": "]"}
 
 
@@ -90,9 +87,7 @@ class Reader(Protocol):
 
 
 class _Object:
-    """Incremental parser of one call's JSON object. It tracks strings, so marks inside them are
-    text.
-    """
+    """Incremental parser of a call's JSON object; marks inside strings are text."""
 
     def __init__(self, name: str | None) -> None:
         """name: of the function, if the object has only its arguments."""
@@ -111,8 +106,7 @@ class _Object:
         self._head = ""
 
     def feed(self, text: str, position: int, arguments: list[str]) -> int:
-        """Read from a position to the object's end, to invalid JSON, or to the end of the text, and
-        return that position.
+        """Read to the object's end, invalid JSON, or the text's end; return the position.
 
         arguments: receives additions to the arguments once the name is known.
         """
@@ -223,9 +217,7 @@ class Calls:
         """Arguments that are held back: a bracket alone does not prove that this is a call."""
 
     def begin(self, name: str | None = None) -> None:
-        """Begin a possible call's object; name: of the function, if the object has only its
-        arguments.
-        """
+        """Begin a possible call's object; name: if the object has only the arguments."""
         self._object = _Object(name)
         self._is_announced = False
         self._is_named = name is not None
@@ -256,9 +248,7 @@ class Calls:
         output.call(Piece(len(self.calls) - 1, name, arguments))
 
     def settle(self, output: CallParts) -> bool:
-        """Report a complete object that was held back, if it is a call. Returns whether it is
-        one.
-        """
+        """Report a complete object that was held back; return whether it is a call."""
         assert self._object is not None
         if self._is_announced or self._is_named:
             return self._is_announced
@@ -271,9 +261,7 @@ class Calls:
         return True
 
     def end(self, output: CallParts, before: str = "") -> bool:
-        """End the call and return whether it was one. If not, it becomes text, together with the
-        text before it.
-        """
+        """End the call; if it was none, it becomes text, with the text before it."""
         assert self._object is not None
         is_complete = self._object.is_complete
         if is_complete:

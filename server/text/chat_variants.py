@@ -25,8 +25,9 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 def with_calls_as_text(messages: Messages) -> Messages:
-    """Return the messages with calls in their texts, as models with a list of calls write them
-    (Granite 3, Phi-4-mini), for templates that show texts only.
+    """Return the messages with calls in their texts, for templates that show only texts.
+
+    As models with a list of calls write them (Granite 3, Phi-4-mini).
     """
     result: Messages = []
     for message in messages:
@@ -124,9 +125,7 @@ def _has_text_and_thoughts(message: dict[str, Any]) -> bool:
 
 
 def _with_texts_before_thoughts(messages: Messages) -> Messages:
-    """Return the messages with the text next to thoughts and calls in a separate message before
-    them.
-    """
+    """Return the messages with text next to thoughts and calls in a message before."""
     result: Messages = []
     for message in messages:
         if _has_text_and_thoughts(message):
@@ -153,9 +152,7 @@ def with_one_call_a_turn(messages: Messages) -> Messages:
 
 
 def _separate_calls(message: dict[str, Any], answers: Messages) -> Messages:
-    """Return the calls of a message in separate messages, each followed by its results, then other
-    results.
-    """
+    """Return a message's calls in separate messages, each followed by its results."""
     result: Messages = []
     turn = message
     for call in message["tool_calls"]:
@@ -179,9 +176,7 @@ def with_late_system_prompts_in_user(messages: Messages) -> Messages:
 
 
 def _with_one_system_prompt(messages: Messages) -> Messages:
-    """Return the messages with one system prompt at the beginning; later system prompts become the
-    user's.
-    """
+    """Return the messages with one system prompt; later ones become the user's."""
     count = num_leading_system_prompts(messages)
     rest = with_late_system_prompts_in_user(messages)[count:]
     if not count:
@@ -191,8 +186,9 @@ def _with_one_system_prompt(messages: Messages) -> Messages:
 
 
 def _with_alternating_turns(messages: Messages) -> Messages:
-    """Return the messages with adjacent texts of one role joined; user text after results of calls
-    joins the last result.
+    """Return the messages with adjacent texts of one role joined.
+
+    User text after results of calls joins the last result.
     """
     result: Messages = []
     for message in messages:
@@ -205,9 +201,7 @@ def _with_alternating_turns(messages: Messages) -> Messages:
 
 
 def _may_join(message: dict[str, Any], later: dict[str, Any]) -> bool:
-    """Whether two adjacent messages are texts of one role, or the later one is the user's after a
-    result.
-    """
+    """Return whether adjacent messages are of one role, or a user's after a result."""
     if not _is_text(later):
         return False
     if message["role"] == "tool" and later["role"] == "user":
@@ -224,9 +218,7 @@ def _joined(texts: Iterable[str]) -> str:
 
 
 def with_system_in_user(messages: Messages, system: Sequence[int]) -> Messages:
-    """Return the messages with these system prompts, which precede all turns, at the beginning of
-    the user's first message.
-    """
+    """Return the messages with these system prompts in the user's first message."""
     first = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         raise refusal("content", system[0])

@@ -1,5 +1,4 @@
-"""Finds out at start how the chat template writes the model's calls and thoughts: renders some and
-reads them back.
+"""Finds how the chat template writes calls and thoughts: renders and reads them.
 
 The format of calls is the one that reads them back, whatever words the template has. Not for:
 reading answers (`tool_calls.py`, `reasoning.py`).
@@ -82,9 +81,7 @@ def dialogue_of(tokenizer: Tokenizer, call_parser: str, reasoning_parser: str) -
 
 
 def _parser_warning(call_parser: str, fitting: str | None) -> str:
-    """Return the warning about a format that does not read the template's calls; fitting: a format
-    that does.
-    """
+    """Return the warning about a format that does not read calls; fitting: one that does."""
     warning = f"--tool-call-parser {call_parser} does not read the calls that the chat template shows"
     if fitting is not None:
         warning += f"; {fitting} reads them"
@@ -109,9 +106,7 @@ def _rendered(
     shows_tools: bool = False,
     variables: dict[str, Any] | None = None,
 ) -> str | None:
-    """Return the prompt of a question and an answer, or of a question alone; None if the template
-    refuses it.
-    """
+    """Return the prompt of a question and any answer; None if the template refuses it."""
     messages: list[dict[str, Any]] = [_USER]
     if answer is not None:
         messages.append({"role": "assistant", "content": "", **answer})
@@ -129,9 +124,7 @@ def _shows_tools(tokenizer: Tokenizer) -> bool:
 
 
 def _call(tokenizer: Tokenizer, shows_tools: bool) -> str | None:
-    """Return a call as the template shows it, with the text after it; None if it does not show
-    calls.
-    """
+    """Return a call as the template shows it, with the text after it, or None."""
     shown = _rendered(tokenizer, {"tool_calls": [_CALL]}, shows_tools)
     plain = _rendered(tokenizer, {"content": _ANSWER}, shows_tools)
     if shown is None or plain is None:
@@ -164,9 +157,7 @@ def _readers_of(tokenizer: Tokenizer, call: str) -> Iterator[str]:
 
 
 def _format_by_token(tokenizer: Tokenizer) -> str | None:
-    """Return the only format whose calls begin with a token of the vocabulary; None if there are
-    several or none.
-    """
+    """Return the only format whose calls begin with a token of the vocabulary, or None."""
     names = [name for name in get_args(CallFormat) if _begins_with_token(tokenizer, name)]
     return names[0] if len(names) == 1 else None
 
@@ -177,9 +168,7 @@ def _begins_with_token(tokenizer: Tokenizer, name: str) -> bool:
 
 
 def _reads_thoughts(tokenizer: Tokenizer, setting: str) -> bool:
-    """Return whether the thoughts that the template shows, if any, are separated from the
-    answer.
-    """
+    """Return whether the thoughts that the template shows are separated."""
     prompt = _rendered(tokenizer, None)
     text = _rendered(tokenizer, {"content": _ANSWER, "reasoning_content": _THOUGHT})
     if prompt is None or text is None or _THOUGHT not in text:

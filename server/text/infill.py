@@ -1,5 +1,4 @@
-"""Prompts that fill a gap in a text (fill in the middle), in the order and with the marks of the
-model's family.
+"""Prompts that fill a gap in a text, with the marks of the model's family.
 
 A *mark* is a token that says which part follows: the text before the gap (*prefix*), the text after
 it (*suffix*), or the answer (*middle*). Marks are inserted as token ids. What clients send is text:
@@ -26,9 +25,7 @@ _SNIPPET = "\n\n--- snippet ---\n\n"
 
 @dataclass(frozen=True)
 class Family:
-    """Spellings of a family's marks. Without a middle the suffix comes first, and the answer
-    follows the prefix.
-    """
+    """Spellings of a family's marks; without a middle the suffix comes first."""
 
     prefix: str
     suffix: str
@@ -138,9 +135,7 @@ class Infill:
         return self._tokenizer.encode_as_text(text, self._controls)
 
     def inner_ids(self, text: str) -> list[int]:
-        """Return the tokens of a text that does not begin a text: without the space that some
-        tokenizers add.
-        """
+        """Return the tokens of a text inside another, without a tokenizer's added space."""
         return self._tokenizer.encode_inside(text, self._controls)
 
     def further_ids(self, texts: Sequence[FurtherText]) -> list[list[int]]:
@@ -151,9 +146,7 @@ class Infill:
         return [[mark, *self.inner_ids(f"{further.name}\n{further.text}")] for further in texts]
 
     def with_heads(self, further: Sequence[Sequence[int]]) -> list[int]:
-        """Return further texts with the mark of the repository before them and that of the edited
-        file after them.
-        """
+        """Return further texts between the marks of the repository and the edited file."""
         tokens = [token for text in further for token in text]
         mark = self._ids.get(self._family.file)
         if mark is None or not further:

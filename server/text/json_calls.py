@@ -64,9 +64,7 @@ class JsonRegions:
             pass
 
     def finish(self, output: CallParts) -> None:
-        """Read the end of the answer. The beginning of a mark is text, unless the mark would end a
-        complete call.
-        """
+        """Read the end of the answer; a mark's beginning is text, unless it ends a call."""
         rest = self._text[self._position :]
         if self._at is _JsonState.TEXT:
             output.say(rest)
@@ -164,8 +162,7 @@ class JsonRegions:
 
 
 class JsonAnswer:
-    """Reader of llama3_json: an answer that begins with { (or <|python_tag|>) contains calls
-    separated by ;.
+    """Reader of llama3_json: an answer that begins with { has calls separated by ;.
 
     Any other answer is text. From the first object on that is not a call, the rest is text.
     """

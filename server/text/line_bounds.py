@@ -1,5 +1,4 @@
-"""Ends an answer at a line that is indented too little, or after a time, as llama.cpp's `n_indent`
-and `t_max_predict_ms` do for editors.
+"""Ends an answer at a line indented too little, or after a time, for editors.
 
 The first line continues a line of the editor, so both bounds apply from the first line break on. A
 blank line has no indentation to compare.
@@ -16,17 +15,16 @@ class LineBounds:
     """Filter that releases text until the bounds end the answer."""
 
     def __init__(self, min_indent: int = 0, most_s: float = 0.0) -> None:
-        """min_indent: minimum number of characters of white space before the text of a line.
-        most_s: seconds from the first text on; 0 for no limit.
+        """min_indent.
+
+        Least white space before a line's text. most_s: seconds from the first text.
         """
         self._min_indent = min_indent
         self._most_s = most_s
         self._begun_s: float | None = None
         self._has_break = False
         self._indent: int | None = None
-        """White space of the line so far; None in the first line, and after a line's first other
-        character.
-        """
+        """White space of the line so far; None in the first line, and after its text began."""
         self.is_over = False
         """Whether the answer has ended."""
 

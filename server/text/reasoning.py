@@ -3,8 +3,8 @@
 Most families do so, with different marks (`thought_marks.py`). If the chat template has opened the
 thoughts, the answer has only the closing mark.
 
-Not for: whether a model thinks, which its chat template decides (`thinking_variables`); answers of
-several messages (`harmony.py`).
+Not for: whether a model thinks, which its chat template decides (`thinking_variables`); answers
+of several messages (`harmony.py`).
 """
 
 from __future__ import annotations
@@ -80,9 +80,7 @@ class Reasoning:
         return parts
 
     def _advance(self, parts: list[str | Thought]) -> bool:
-        """Release the text whose type is known. Returns whether the state has changed, so that more
-        may follow.
-        """
+        """Release text of a known type; return whether the state has changed."""
         before = self._state
         if self._state is _State.START:
             start = self._held.lstrip()
@@ -124,9 +122,7 @@ class Reasoning:
 
 
 class WrappedReasoning:
-    """Parser of an answer whose rest stands between two tags, which are dropped with the white
-    space next to them.
-    """
+    """Parser of an answer whose rest stands between two tags, which are dropped."""
 
     def __init__(self, reader: ThoughtReader, wrapper: tuple[str, str]) -> None:
         self._reader = reader
@@ -193,9 +189,7 @@ class WrappedReasoning:
 
 
 def reasoning_of(starts_inside: bool, marks: ThoughtMarks) -> ThoughtReader:
-    """Return a parser of an answer with these marks; starts_inside: the prompt has opened the
-    thoughts.
-    """
+    """Return a parser of an answer; starts_inside: the prompt has opened the thoughts."""
     reader = Reasoning(starts_inside, marks)
     if not marks.wrapper[0]:
         return reader
@@ -208,16 +202,12 @@ def is_open(prompt_end: str, marks: ThoughtMarks = THINK) -> bool:
 
 
 def is_closed(prompt_end: str, marks: ThoughtMarks = THINK) -> bool:
-    """Return whether a prompt with this end has begun the rest of the answer, so that no thoughts
-    may follow.
-    """
+    """Return whether a prompt has begun the rest of the answer, after any thoughts."""
     return prompt_end.rstrip().endswith(marks.lead or marks.close)
 
 
 def thinking_variables(effort: Effort | None, is_wanted: bool | None) -> dict[str, Any]:
-    """Return the variables that switch thinking on or off in chat templates; none if nothing is
-    requested.
-    """
+    """Return the template's variables that switch thinking; none if not requested."""
     if is_wanted is None and effort is None:
         return {}
     is_on = effort != "none"

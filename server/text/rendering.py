@@ -2,12 +2,12 @@
 
 Templates differ in what they accept: arguments as an object or as text, ids of nine letters and
 digits, one call per message, no text next to thoughts and calls. The first variant that the
-template accepts is used. Then a copy of the conversation, with a marker word in each part, shows
-which parts the template omits. A system prompt that is omitted or refused moves into the user's
-first message, and one between turns becomes the user's in its place: a prompt only grows at its
-end. Calls after the first get messages of their turn, and omitted calls are rendered
-without content. Omitted text next to calls moves before the calls, and any other omitted part is
-refused by name.
+template accepts is used. Then a copy of the conversation, with a marker word in each part,
+shows which parts the template omits. A system prompt that is omitted or refused moves into the
+user's first message, and one between turns becomes the user's in its place: a prompt only grows
+at its end. Calls after the first get messages of their turn, and omitted calls are rendered
+without content. Omitted text next to calls moves before the calls, and any other omitted part
+is refused by name.
 
 Not for: thoughts. Most templates omit the thoughts of earlier turns on purpose.
 """
@@ -109,9 +109,7 @@ class _Chat:
         return [number for missing_kind, number in self.parts_missing if missing_kind == kind]
 
     def take(self, candidates: Iterable[Messages]) -> None:
-        """Take the first variant that the template accepts; raises RequestError if there is
-        none.
-        """
+        """Take the first variant that the template accepts; raise RequestError without one."""
         errors: list[Exception] = []
         for variant in candidates:
             try:
@@ -131,9 +129,7 @@ class _Chat:
         raise RequestError(message, "messages", TEMPLATE_FAILED) from errors[0]
 
     def take_any(self, messages: Messages) -> None:
-        """Take the first variant that the template accepts; if there is none, one in which the user
-        says the system prompts.
-        """
+        """Take the first accepted variant, or one in which the user says the system prompts."""
         try:
             self.take(variants(messages))
         except RequestError as error:
@@ -147,16 +143,12 @@ class _Chat:
             raise
 
     def take_calls_alone(self) -> None:
-        """Take messages with a content of None in messages whose calls are omitted; changes nothing
-        if the template refuses them.
-        """
+        """Take content None in messages whose calls are omitted, if the template accepts it."""
         with contextlib.suppress(RequestError):
             self.take(variants(with_calls_alone(self.messages, set(self.missing("tool_calls")))))
 
     def prompt_with_texts(self, numbers: Sequence[int], marks: Sequence[str]) -> str:
-        """Return the prompt with the texts of some messages inserted before their calls, their
-        original position.
-        """
+        """Return the prompt with texts of messages before their calls, where they were."""
         marked = copy.deepcopy(self.messages)
         names: dict[str, str] = {}
         digest = hashlib.sha256(repr(self.messages).encode()).hexdigest()
@@ -178,9 +170,7 @@ class _Chat:
         return prompt
 
     def _parts_missing(self) -> list[tuple[str, int]]:
-        """Return (type, number) of the parts that the template omits; empty if it refuses the
-        copy.
-        """
+        """Return (type, number) of omitted parts; empty if the template refuses the copy."""
         copies = _MarkedCopies(self.messages, self._tools, self._documents)
         try:
             text = self.render(copies.messages, copies.tools, copies.documents)
@@ -197,9 +187,7 @@ class _Chat:
 
 
 class _MarkedPart(NamedTuple):
-    """Part of a conversation, and the marker words in its copy; a word in the prompt proves that
-    the part is shown.
-    """
+    """Part of a conversation, and its marker words, which prove that it is shown."""
 
     kind: str
     number: int
@@ -255,8 +243,7 @@ class _MarkedCopies:
 
 
 def _shows_late_system_prompts(render: Render) -> bool:
-    """Return whether the template shows a system prompt between turns in its place, and changes
-    nothing before it.
+    """Return whether the template shows a system prompt between turns in its place.
 
     The same conversation is always tried, so that later turns do not change the result.
     """
@@ -272,9 +259,7 @@ def _shows_late_system_prompts(render: Render) -> bool:
 
 
 def _with_tools_in_system(render: Render, messages: Messages, tools: Objects, documents: Objects) -> str:
-    """Render messages with the tools as a text in the system prompt, where Phi-4-mini's template
-    expects them.
-    """
+    """Render messages with the tools as a text in the system prompt, as for Phi-4-mini."""
     system = {"role": "system", "content": ""}
     rest = messages
     if messages and messages[0]["role"] == "system":
@@ -305,8 +290,9 @@ def _fault(error: BaseException | None) -> str:
 
 
 def _failed_line(error: BaseException | None) -> int | None:
-    """Return the line of a mistake in the template. None for errors that it raises on purpose or
-    that come from elsewhere.
+    """Return the line of a template's mistake, or None.
+
+    None for errors that it raises on purpose or that come from elsewhere.
     """
     if type(error) is TemplateError:
         return None

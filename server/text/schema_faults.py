@@ -1,7 +1,7 @@
 """Names the places in a client's schema that the grammar library refuses, and what to do.
 
-The library's message names a keyword, and not where it stands. Not for: what the library is given
-(`schemas.py`).
+The library's message names a keyword, and not where it stands. Not for: what the
+library is given (`schemas.py`).
 """
 
 from __future__ import annotations

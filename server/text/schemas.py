@@ -1,8 +1,7 @@
-"""Prepares JSON schemas for the grammar library: keywords that say nothing are left out, and some
-that it does not follow are written in others that say the same.
+"""Prepares JSON schemas for the grammar library, which refuses what remains.
 
-The library refuses what remains, and `schema_faults.py` names the place. Not for: regular
-expressions (`patterns.py`).
+The library refuses what remains, and `schema_faults.py` names the place. Not
+for: regular expressions (`patterns.py`).
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ SCHEMAS = frozenset(
 _NULL_VALUES = frozenset({"const", "default"})
 """Keywords with null as a value."""
 _LARGEST_INTEGER = 92 * 10**17
-"""Bound of integers without one: all of 64 bits but the last per cent, where the grammar library's
-own bounds are.
-"""
+"""Bound of unbounded integers: 64 bits but the last per cent, where the library's are."""
 _BOUNDS = (("minimum", "exclusiveMinimum", -_LARGEST_INTEGER), ("maximum", "exclusiveMaximum", _LARGEST_INTEGER))
 # Values with which a keyword says nothing, and keywords that say nothing without another one.
 _SAY_NOTHING: Mapping[str, tuple[Any, ...]] = {
@@ -79,13 +76,12 @@ def cleaned(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def closed(schema: dict[str, Any], is_root: bool = False) -> dict[str, Any]:
-    """Return a schema of arguments whose objects allow only the listed properties, unless it says
-    otherwise.
+    """Return a schema of arguments whose objects allow only listed properties.
 
     Without this, a model may invent names. Objects without listed properties remain open, except
     for the root. Objects that are combined from parts (`allOf`, a reference next to properties)
-    remain open, and so do definitions in such schemas: a closed part would forbid the properties of
-    the other parts.
+    remain open, and so do definitions in such schemas: a closed part would forbid the properties
+    of the other parts.
     """
     result: dict[str, Any] = _closed(schema, is_root, with_definitions=not _has_parts(schema))
     return result
@@ -129,9 +125,7 @@ class _Cleaner:
         self._root = root
 
     def cleaned(self, schema: Any, is_negated: bool = False) -> Any:
-        """Return a part of the schema. is_negated: whether fewer values of it mean more of the
-        whole.
-        """
+        """Return a part of the schema; is_negated: fewer of its values mean more of the whole."""
         if not isinstance(schema, dict):
             return schema
         result: dict[str, Any] = {}
@@ -197,9 +191,7 @@ def _says_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without look-around in its pattern, if other patterns or its format say the
-    same.
-    """
+    """Return a schema without look-around, if other patterns or its format say the same."""
     pattern = schema.get("pattern")
     if not isinstance(pattern, str) or not has_look_around(pattern) or not isinstance(schema.get("allOf", []), list):
         return schema
@@ -218,8 +210,9 @@ def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose integers have bounds, because a small model that repeats a digit would
-    never end its answer, and whose numbers have bounds that the library can follow.
+    """Return a schema whose numbers have bounds that the library can follow.
+
+    A small model that repeats a digit would never end an unbounded integer.
     """
     types = schema.get("type")
     if not isinstance(types, list):

@@ -16,9 +16,7 @@ SHIPPED = {name: _FOLDER / f"{name}.jinja" for name in _MARKS.values()}
 
 
 def advice_for(tokenizer: Tokenizer, shows_tools: bool) -> str:
-    """Return what the operator has to do so that tools are served; shows_tools: the present
-    template does.
-    """
+    """Return the operator's way to serve tools; shows_tools: the template does."""
     fitting = next((name for mark, name in _MARKS.items() if tokenizer.token_of(mark) is not None), None)
     if fitting is not None:
         return (

@@ -36,9 +36,7 @@ class TemplateRegions:
         """Whether the parser has failed; the rest is text."""
 
     def feed(self, text: str, output: CallParts) -> None:
-        """Read a piece of text, character by character: if the parser fails, the position is
-        known.
-        """
+        """Read text by characters: if the parser fails, the position is known."""
         for number, character in enumerate(text):
             if self._is_over:
                 output.say(text[number:])
@@ -53,9 +51,7 @@ class TemplateRegions:
             self._take(lambda: self._parser.feed(self._not_fed()) + self._parser.finalize()[1], output)
 
     def _not_fed(self) -> str:
-        """Yield the parser's next characters; a JSON string is fed at once, so that the time is
-        linear.
-        """
+        """Yield the parser's next characters; a JSON string is one, for linear time."""
         seen = "".join(self._seen[self._num_fed :])
         self._num_fed = len(self._seen)
         return seen

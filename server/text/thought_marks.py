@@ -1,6 +1,4 @@
-"""Marks around the thoughts of model families, found in their chat templates. A family is one line
-of the table.
-"""
+"""Marks around the thoughts of model families, found in their chat templates."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
 def thought_marks(setting: str, chat_template: str) -> ThoughtMarks | None:
-    """Return the marks of thoughts, by the setting or else by the chat template without its
-    comments; None if there are none.
-    """
+    """Return the marks of thoughts by setting or chat template, or None."""
     if setting != "auto":
         return MARKS.get(setting)
     chat_template = _COMMENT.sub("", chat_template)

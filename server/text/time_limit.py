@@ -18,9 +18,7 @@ _ENDING: set[asyncio.Task[None]] = set()
 
 
 class TookTooLong(BaseException):
-    """A call exceeded its time limit. Not an `Exception`, because libraries such as jinja catch
-    those and continue.
-    """
+    """A call exceeded its time; no `Exception`, because libraries catch those."""
 
 
 class LimitedCall:
@@ -72,17 +70,13 @@ class LimitedCall:
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise an error in a thread, between two instructions of the interpreter; None cancels a
-    pending one.
-    """
+    """Raise an error in a thread, between two instructions; None cancels a pending one."""
     raised = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
 
 async def _end(limited: LimitedCall) -> None:
-    """End a call. Errors inside finalizers are lost, so the error is raised again until the call
-    has ended.
-    """
+    """End a call; errors inside finalizers are lost, so it is raised until it ends."""
     limited.end()
     while limited.is_running():
         await asyncio.sleep(_AGAIN_S)
@@ -90,8 +84,7 @@ async def _end(limited: LimitedCall) -> None:
 
 
 async def run_limited(pool: Executor, seconds: float, call: Callable[..., Result], *args: Any) -> Result:
-    """Return the result of `call(*args)` in the pool; raises TookTooLong after `seconds` in its
-    thread.
+    """Return `call(*args)` of the pool; raise TookTooLong after `seconds` in its thread.
 
     The interpreter checks for the exception between its instructions. Loops in Python (and so in
     templates) end at once, a long call into a library ends afterwards. Waiting for a thread does

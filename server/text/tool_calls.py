@@ -1,5 +1,4 @@
-"""Reads function calls from an answer incrementally: text outside them, names, and arguments piece
-by piece.
+"""Reads calls from an answer by pieces: text outside them, names, arguments.
 
 In JSON formats a call is reported as soon as its name is known, and its arguments while the model
 writes them. A region that is not a call (invalid JSON, an unknown name) becomes text.

@@ -1,14 +1,13 @@
-"""Function tools of a chat request: their description for the template, and the grammar of an
-answer.
+"""Function tools of a chat: their description, and the grammar of an answer.
 
-Formats of calls: `hermes` (JSON between <tool_call> and </tool_call>; Hermes, Qwen), `llama3_json`
-(the answer is JSON with name and parameters; Llama 3), the formats of `call_formats.py` (Mistral,
-GLM, DeepSeek and others), and formats that a tokenizer's `response_template` describes
-(transformers). Grammars (`call_grammars.py`) enforce forced calls and strict tools in all formats
-but the last.
+Formats of calls: `hermes` (JSON between <tool_call> and </tool_call>; Hermes, Qwen),
+`llama3_json` (the answer is JSON with name and parameters; Llama 3), the formats of
+`call_formats.py` (Mistral, GLM, DeepSeek and others), and formats that a tokenizer's
+`response_template` describes (transformers). Grammars (`call_grammars.py`) enforce forced calls
+and strict tools in all formats but the last.
 
-Not for: finding the model's format (`dialogue.py`), or reading calls from an answer
-(`tool_calls.py`).
+Not for: finding the model's format (`dialogue.py`), or reading calls
+from an answer (`tool_calls.py`).
 """
 
 from __future__ import annotations
@@ -50,9 +49,7 @@ class ToolUse:
 
     @property
     def followed(self) -> frozenset[str]:
-        """Names of the functions whose calls follow their schema, because a grammar forces them
-        to.
-        """
+        """Return the functions whose calls follow their schema, by a grammar."""
         return frozenset(tool.function.name for tool in self.tools if self.forced or tool.function.strict)
 
     @property
@@ -159,9 +156,7 @@ def plain_text(content: str | list[TextPart], param: str) -> str:
 
 
 def template_message(message: Message, number: int) -> dict[str, Any]:
-    """Return the `number`-th message in the format of chat templates; raises RequestError for parts
-    that its role forbids.
-    """
+    """Return a message in chat templates' format; raise RequestError for wrong parts."""
     if message.content is None and not (message.tool_calls or message.reasoning_content or message.reasoning):
         raise RequestError("a message needs content, reasoning or tool_calls", f"messages.{number}.content")
     text = plain_text(message.content or "", "messages")

@@ -1,5 +1,4 @@
-"""Reads calls whose arguments stand between tags, as plain text (`XmlFormat`). For example,
-`qwen3_coder`:
+"""Reads calls whose arguments stand between tags, as text (`XmlFormat`).
 
     <tool_call>
     <function=NAME>
@@ -47,9 +46,10 @@ class _Region:
     """Parser of one call, tag by tag."""
 
     def __init__(self, name: str, opening: str, quotes: bool, is_value: IsValue | None = None) -> None:
-        """opening: the tag that begins the call. quotes: whether values may contain whole calls.
-        is_value: whether a text is a value of an argument; None if values need not follow their
-        schema.
+        """opening: tag that begins the call. quotes: whether values may hold whole calls.
+
+        is_value: whether a text is a value of an argument; None if values need
+        not follow their schema.
         """
         self.name = name
         self.raw = [opening]
@@ -116,9 +116,7 @@ class _Region:
         self.values[self._key].append(tag)
 
     def _may_end(self) -> bool:
-        """Return whether the open value may end here. JSON that must follow a schema ends when it
-        is complete.
-        """
+        """Return whether the open value may end; JSON by a schema ends when complete."""
         if self._is_value is None:
             return True
         return self._is_value(self._key, "".join(self.values[self._key]))
@@ -163,9 +161,7 @@ class XmlRegions:
         return self._opens if self._region is None else self._tags
 
     def _first_held(self, position: int) -> int:
-        """Return the begin of the text that may become a tag; the end of the text if there is
-        none.
-        """
+        """Return where text begins that may become a tag, or the text's end."""
         place = self._text.find("<", max(position, len(self._text) - _LONGEST_TAG))
         while place >= 0:
             tag = self._pattern().match(self._text, place, partial=True)
@@ -215,8 +211,9 @@ class XmlRegions:
         self._region = None
 
     def finish(self, output: CallParts) -> None:
-        """Read the end of the answer. A quoted beginning of a call without its end may have hidden
-        the end of the open call.
+        """Read the end of the answer.
+
+        A quoted beginning of a call without its end may have hidden the end of the open call.
         """
         if self._region is None:
             output.say(self._text)

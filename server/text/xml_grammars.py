@@ -54,9 +54,9 @@ class XmlArguments:
     def __init__(
         self, syntax: XmlSyntax, with_marks: Callable[[str], str], end_token: str, function: str, number: int
     ) -> None:
-        """with_marks: replaces marks in the right side of a rule. end_token: the special token for
-        the tag that ends a value, in Lark; "" if it is text. number: of the function, for names of
-        rules.
+        """with_marks: replaces marks in rules. end_token: special token that ends a value, or "".
+
+        In Lark; "" if it is text. number: of the function, for names of rules.
         """
         self._syntax = syntax
         self._with_marks = with_marks
@@ -71,9 +71,7 @@ class XmlArguments:
         return [f"args_{self._number}: ({argument})*", *self._rules]
 
     def following(self, schema: Schema) -> list[str]:
-        """Return the rules for arguments that follow a schema, in the order of its properties.
-        Raises RequestError.
-        """
+        """Return the rules for arguments that follow a schema; raise RequestError."""
         properties, required = self._properties(schema)
         arguments = []
         for place, (key, key_schema) in enumerate(properties.items()):
@@ -85,9 +83,7 @@ class XmlArguments:
         return [f"args_{self._number}: {every}", *self._rules]
 
     def _properties(self, schema: Schema) -> tuple[Mapping[str, Any], Sequence[str]]:
-        """Return the properties of the arguments and the names of the required properties. Raises
-        RequestError.
-        """
+        """Return (properties, names of required ones); raise RequestError."""
         try:
             root = merged(schema, schema)
         except CannotSplit as error:
@@ -109,9 +105,7 @@ class XmlArguments:
         return f"{begin} {value} {self._syntax.after}"
 
     def _value(self, name: str, key: str, schema: Any, root: Schema) -> str:
-        """Return the right side of a rule for a value with the tag that ends it. Raises
-        RequestError.
-        """
+        """Return a rule for a value with the tag that ends it; raise RequestError."""
         try:
             values = alternatives(schema, root)
         except CannotSplit as error:
@@ -126,9 +120,7 @@ class XmlArguments:
         return f"({' | '.join(sides)})"
 
     def _json(self, name: str, schemas: Sequence[Schema], root: Schema) -> str:
-        """Add a rule for values of any of these schemas in JSON. Return it with the tag that ends
-        them.
-        """
+        """Add a rule for JSON values of any of these schemas; return it with the end tag."""
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
         whole = with_root(schema, root)
         if "x-guidance" in root:
@@ -154,9 +146,7 @@ class XmlArguments:
         return [["|".join(spelled)]]
 
     def _text(self, name: str, patterns: Sequence[str], excluded: Sequence[str] = ()) -> str:
-        """Add a terminal for texts that match all patterns. Return it with the tag that ends
-        them.
-        """
+        """Add a terminal for texts that match all patterns; return it with the end tag."""
         tag = re.escape(self._syntax.end)
         end = re.escape(self._syntax.padding)
         # The first tag is the last tag.

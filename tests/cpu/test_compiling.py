@@ -82,9 +82,7 @@ class Starts:
         return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, cwd=DEMO.parent)
 
     def end(self, process: subprocess.Popen[str]) -> tuple[list[str], list[int], str]:
-        """Return (what it reported, hits of the cache by kernel, its log), if its results are
-        right.
-        """
+        """Return (reports, cache hits by kernel, log) of a process with right results."""
         output, log = process.communicate()
         assert process.returncode == 0, log
         said, results, hits = json.loads(output.splitlines()[-1])

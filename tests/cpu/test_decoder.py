@@ -1,6 +1,4 @@
-"""The CPU's decoder gives the numbers of transformers, for every type of weights, and wrong ones
-are found out.
-"""
+"""The CPU's decoder gives transformers' numbers, for every type of weights."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ STEPS = [[0, 1], [2, 8, 3], EVERY_STEP, *([number] for number in EVERY_STEP)]
 
 
 def numbers(loaded: Any, backend: Backend, steps: list[list[int]] = STEPS, taps: tuple[int, ...] = ()) -> Numbers:
-    """Logits of steps of single tokens and trees after prompts; all keys, all values (with taps:
-    hidden states).
-    """
+    """Return logits, keys and values of steps after prompts; with taps: hidden states."""
     shape = find_kv_shape(loaded)
     if taps:
         shape = replace(shape, hidden_dim=loaded.model.config.hidden_size, taps=taps)
@@ -125,9 +121,7 @@ ALL_FORMS = [*(forms for forms, _ in SMALL.values()), Forms("bfloat16", "bfloat1
 @pytest.mark.parametrize("form", grid(SMALL, {"int8"}))
 @pytest.mark.parametrize("name", grid(["llama", "llama, tied, wide heads", "qwen2", "llama, odd sizes"], ["qwen2"]))
 def test_few_bits_have_the_numbers_that_they_stand_for(name: str, form: Form) -> None:
-    """Those of a model with these weights whose layers round their rows, and not those of one whose
-    layers do not.
-    """
+    """The numbers of a model whose layers round their rows."""
     if form == "pairs" and not HAS_PAIRS:
         pytest.skip("this processor has no dot products of bfloat16")
     forms, step = SMALL[form]
@@ -152,9 +146,7 @@ def test_few_bits_have_the_numbers_that_they_stand_for(name: str, form: Form) ->
 
 @pytest.mark.slow
 def test_k_and_v_in_bfloat16_are_the_rounded_ones() -> None:
-    """The first layer's depend on no K/V; what depends on them differs by what the probe allows
-    bfloat16.
-    """
+    """The first layer's depend on no K/V; others differ by what the probe allows."""
     loaded = randomised(MODELS["llama"], seed=5)
     found = numbers(loaded, CpuDecoder(loaded.model, kv_dtype=torch.bfloat16))
     plain = numbers(loaded, CpuDecoder(loaded.model))
@@ -179,9 +171,7 @@ def test_hidden_states_are_stored_at_taps(kv_dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["float32", *(["pairs"] if HAS_PAIRS else [])])
 def test_results_depend_on_nothing_else_in_a_pass(form: Form) -> None:
-    """To the bit: alone or with others, on one core or on several; numbers of blocks that parts do
-    not divide.
-    """
+    """To the bit: alone or with others, on one core or on several."""
     # 13 blocks hold all tokens of `passes`, whatever a block's width.
     sizes = {**SIZES, "intermediate_size": 5 * BLOCK, "hidden_size": 3 * BLOCK, "vocab_size": 13 * BLOCK}
     loaded = randomised(transformers.LlamaConfig(**sizes, head_dim=8), seed=5)
@@ -198,8 +188,7 @@ def test_results_depend_on_nothing_else_in_a_pass(form: Form) -> None:
 
 
 def _at_the_end_of_a_page(shift: int) -> Callable[..., Any]:
-    """`weights.aligned` for numbers that end `shift` numbers before memory that must not be read,
-    all bytes 255.
+    """Align numbers `shift` numbers before memory that must not be read.
 
     As float32 and bfloat16 these bytes are NaN.
     """
@@ -225,9 +214,7 @@ def _at_the_end_of_a_page(shift: int) -> Callable[..., Any]:
 @pytest.mark.parametrize("name", grid(["llama", "qwen2", "llama, odd sizes"], ["llama, odd sizes"]))
 @pytest.mark.parametrize("forms", grid([(forms,) for forms in [*ALL_FORMS, None]], [(None,)]))
 def test_results_do_not_depend_on_memory(name: str, forms: Forms | None, shift: int) -> None:
-    """Weights and working memory at any alignment, filled with NaN before, and next to memory that
-    is not there.
-    """
+    """Weights and memory at any alignment, filled with NaN before."""
     loaded = randomised(MODELS[name], seed=5)
     if forms and forms.layers == "pairs" and not HAS_PAIRS:
         pytest.skip("this processor has no dot products of bfloat16")
@@ -247,16 +234,12 @@ def test_tokens_without_an_embedding_are_refused(token: int) -> None:
 
 
 def test_the_generator_of_parts_is_not_cached() -> None:
-    """Code that is compiled in a later process, such as that for another type of weights, could not
-    use it.
-    """
+    """Code that is compiled in a later process could not use it."""
     assert isinstance(shared_work.claimed._cache, NullCache)
 
 
 def test_helpers_take_part() -> None:
-    """A pass of many rows gives them the time to wake up; without them the test above would show
-    nothing.
-    """
+    """A pass of many rows gives them the time to wake up."""
     if TEAM.grow(1) < 1:
         pytest.skip("this system has no helpers")
     counts = np.zeros(1, dtype=np.int64)
@@ -339,9 +322,7 @@ WRONG_MODELS: dict[str, tuple[str, Callable[[Any], None]]] = {
 
 @pytest.mark.parametrize("wrong", WRONG_MODELS)
 def test_wrong_models_are_found_out(wrong: str) -> None:
-    """The comparison finds them, and so does the probe at start, after which the model runs through
-    torch.
-    """
+    """The probe at start finds them, too."""
     name, spoil = WRONG_MODELS[wrong]
     loaded = randomised(MODELS[name], seed=5)
     decoder = CpuDecoder(loaded.model)

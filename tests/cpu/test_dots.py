@@ -1,6 +1,4 @@
-"""Products by the processor's dot products: right numbers, a row's numbers alone and in company,
-and wrong variants.
-"""
+"""Products by dot products: right numbers, alone and in company."""
 
 from __future__ import annotations
 
@@ -129,9 +127,7 @@ def test_rows_of_zeros_and_of_tiny_numbers_have_the_bias(depth: int, form: Any) 
 @pytest.mark.sampled("depth")
 @pytest.mark.parametrize(("form", "depth"), CASES_BY_GATE)
 def test_a_row_keeps_its_numbers_in_company_and_on_any_cores(form: str, depth: int) -> None:
-    """To the bit: with every number of rows up to one more than are rounded together, and for all
-    parts of a weight.
-    """
+    """To the bit, with every number of rows, and for all parts of a weight."""
     weight, rows = random_weight(form, depth), normal(97, depth, seed=1) * torch.linspace(0.01, 100, 97).unsqueeze(1)
     of = laid_out(weight, form)
     alone = torch.cat([products(row.unsqueeze(0), of) for row in rows])

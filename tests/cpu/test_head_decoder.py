@@ -1,6 +1,4 @@
-"""Heads by the CPU's decoder: the numbers of their own modules, with every flag, and wrong ones are
-found out.
-"""
+"""Heads by the CPU's decoder give their modules' numbers, with every flag."""
 
 from __future__ import annotations
 
@@ -67,9 +65,7 @@ def write(folder: Path, name: str, **more: Any) -> folders.Written:
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ALL)
 def test_numbers_are_those_of_the_modules(target: LoadedModel, tmp_path: Path, name: str) -> None:
-    """States and products, of rows of a text and of a tree below it, or of blocks after two pieces
-    of a text.
-    """
+    """States and products of a text and a tree, or of blocks."""
     head = folders.load(write(tmp_path / "head", name), target)
     both = backends(target, head)
     assert isinstance(both[1], HeadDecoder)
@@ -192,9 +188,7 @@ def test_weights_are_stored_in_a_smaller_type_only_if_it_has_all_numbers(target:
 def test_weights_of_the_target_do_not_choose_the_type_of_a_head_s_own(
     target: LoadedModel, tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    """Embeddings that the target's decoder has in float32, or in blocks of a GGUF file, are no
-    weights of the head.
-    """
+    """Embeddings that the target's decoder has are no weights of the head."""
     written = folders.write_eagle(tmp_path / "head", **SHARING)
     head = folders.load(written, target)
     for module in head_decoder._decoded_modules(head.model):

@@ -1,6 +1,4 @@
-"""Drafting in one call returns the loop's tokens and distributions, to the bit, for rows that it
-may take.
-"""
+"""Drafting in one call returns the loop's tokens and distributions, to the bit."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ SAMPLINGS = (
 
 
 def requests(max_tokens: int = 16) -> list[Request]:
-    """Every shape, warm and at temperature 0, with and without filters, after texts of several
-    lengths.
-    """
+    """Every shape, warm and greedy, with and without filters, after several lengths."""
     made = []
     prompts = tiny.prompts(101, [3, 30, 9, 21, 60], seed=1)
     for number, (name, speculation) in enumerate(SHAPES.items()):
@@ -129,9 +125,7 @@ def test_one_call_gives_what_the_loop_gives(
     kind: type[Any],
     together: bool,
 ) -> None:
-    """With prompts in chunks, prefixes that are shared, requests that end, and some that are
-    preempted.
-    """
+    """With chunks of prompts, shared prefixes, ends and preemption."""
     compared = Compared()
     pair = pair if kind is ModelDrafter else head_pair
     engine = tiny.build(*pair, num_blocks=90, budget=48, max_draft_length=5)

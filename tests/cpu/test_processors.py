@@ -1,10 +1,9 @@
-"""Kernels of a CPU are right on processors with AVX-512, with AVX2 and with neither, whichever one
-runs the tests.
+"""Kernels of a CPU are right with AVX-512, with AVX2 and with neither.
 
-Numba, oneDNN and torch read the processor's features when they are imported, so the tests of the
-kernels run once more in a process that is limited to fewer of them. With the block width of the
-machine, Numba is not limited: its kernels are those that are compiled already, for all features of
-the machine.
+Numba, oneDNN and torch read the processor's features when they are imported, so the tests of
+the kernels run once more in a process that is limited to fewer of them. With the block width of
+the machine, Numba is not limited: its kernels are those that are compiled already, for all
+features of the machine.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ sys.exit(status)
 
 
 def limited_to(name: str, is_at_hand: bool) -> dict[str, str]:
-    """Environment in which kernels are compiled for this processor, and new memory is filled with
-    -1.7e38.
+    """Return the environment that limits kernels to a processor's features.
 
     is_at_hand: whether the machine's own kernels have blocks of this width; these run then, for all
     its features, and only oneDNN and torch are limited.

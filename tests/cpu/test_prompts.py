@@ -1,6 +1,4 @@
-"""Prompts of many rows after several tiles of keys on a CPU: transformers' numbers, however rows
-are grouped.
-"""
+"""Prompts of many rows give transformers' numbers, however rows are grouped."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ CHUNKS = [(0, 150), (150, 331), (331, 332)]
 
 
 def logits_of(loaded: Any, backend: Backend) -> Tensor:
-    """Logits [N, V] of every row of two prompts in scattered blocks, which are read side by side in
-    chunks.
-    """
+    """Return [N, V] logits of two prompts in scattered blocks, read in chunks."""
     chance = np.random.default_rng(0)
     length, blocks = CHUNKS[-1][1], chance.permutation(60).tolist()
     texts = [chance.integers(3, 101, length).tolist() for _ in range(2)]
@@ -83,9 +79,7 @@ OTHERS = [[7, 8, 20, 21, 22, 23], [30, 31, 32, 33, 34, 35]]
 
 
 def logits_below(loaded: Any, decoder: CpuDecoder, text: list[int], chains: list[list[int]]) -> Tensor:
-    """Logits [7, V] below a text and below each token of `PATH`, which chains of a tree have, or
-    else the text.
-    """
+    """Return [7, V] logits below a text and each token of `PATH`."""
     tree = merge_chains(chains)
     runs = ModelRunner(loaded.model, find_kv_shape(loaded), 60, PAGE, loaded.vocab_size, decoder)
     blocks = list(range(60))
@@ -117,9 +111,7 @@ TREES = {
 @pytest.mark.parametrize("length", [TILE - 3, TILE - 1, TILE, 2 * TILE + 5])
 @pytest.mark.parametrize("form", ["float32", "int8", *(["pairs"] if HAS_PAIRS else [])])
 def test_a_node_has_the_bits_of_its_token_in_the_text(form: Form, length: int, name: str) -> None:
-    """Drafted answers are then plain decoding's, where rows are rounded and other bits would decide
-    near ties, too.
-    """
+    """Other bits would decide near ties of rounded rows."""
     loaded = randomised(MODELS[name], seed=5)
     decoder = CpuDecoder(loaded.model, Forms(form, form))
     text = np.random.default_rng(length).integers(3, 101, length).tolist()
@@ -166,9 +158,7 @@ def test_wrong_parts_are_found_out(wrong: str) -> None:
 @pytest.mark.parametrize("middle", [-300.0, 0.0, 300.0])
 @pytest.mark.parametrize("num_keys", [TILE - 1, TILE, TILE + 6])
 def test_scores_of_any_size_are_weighed_exactly(num_keys: int, middle: float) -> None:
-    """The exponential function is clamped at -87, so each weight must be relative to the largest
-    score of the row.
-    """
+    """Each weight is relative to the row's largest score."""
     chance = np.random.default_rng(num_keys)
     num_rows, width = 3, 8
     queries = np.ones((num_rows, 2 * width), np.float32) + chance.normal(0, 0.3, (num_rows, 2 * width))

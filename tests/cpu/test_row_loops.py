@@ -40,9 +40,7 @@ def random_logits(num_rows: int, seed: int = 1) -> Tensor:
 
 
 def test_distributions_are_those_of_the_plain_path() -> None:
-    """Masked tokens, masked tiles, tiny and large temperatures, filters, a row with one token in
-    the last place.
-    """
+    """Masked tokens and tiles, extreme temperatures, filters, a single last token."""
     logits = random_logits(7)
     logits[1, ::2] = -torch.inf
     logits[2, : row_loops.TILE] = -torch.inf
@@ -108,9 +106,7 @@ def test_the_likeliest_token_is_the_first_of_the_largest() -> None:
 
 
 def test_draws_are_the_inverse_of_the_cumulative_sum() -> None:
-    """A grid of numbers over the whole row, so that every token's share of draws is its
-    probability.
-    """
+    """Numbers over a whole row: each token's share of draws is its probability."""
     distributions = (random_logits(3) / 3).softmax(1)
     count = 2500
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
@@ -124,9 +120,7 @@ def test_draws_are_the_inverse_of_the_cumulative_sum() -> None:
 
 
 def test_draws_at_the_edges_of_rows_and_tiles_have_mass() -> None:
-    """All mass in a row's last token, none in a whole tile, numbers next to 0 and 1, borders of
-    tiles.
-    """
+    """All mass in the last token, none in a tile, borders of tiles."""
     distributions = torch.zeros(3, WIDTH)
     distributions[0, -1] = 1.0
     distributions[1, [5, WIDTH - 2]] = 0.5
@@ -144,9 +138,7 @@ def test_draws_at_the_edges_of_rows_and_tiles_have_mass() -> None:
 
 @pytest.mark.parametrize("width", [1, 5, row_loops.TILE, row_loops.TILE + 1, 2 * row_loops.TILE])
 def test_a_draw_stays_in_its_row(width: int) -> None:
-    """The last token has all mass; and of a row without any the first is drawn, as of one that is
-    no distribution.
-    """
+    """The last token has all mass; of a row without any the first is drawn."""
     distributions = torch.zeros(3, width)
     distributions[0, -1], distributions[2] = 1.0, torch.nan
     for uniform in (0.0, 0.5):
@@ -197,9 +189,7 @@ def nucleus(probs_NV: Tensor, top_p_N: Tensor) -> Tensor:
 
 
 def rows_of_nucleus() -> Tensor:
-    """Flat and steep rows, ties, a certain token, tokens without mass, tokens with next to none,
-    half in one token.
-    """
+    """Flat and steep rows, ties, a certain token, tokens with little or no mass."""
     generator = torch.Generator().manual_seed(1)
     rows = [(spread * torch.randn(WIDTH, generator=generator)).softmax(0) for spread in (0.1, 3.0, 9.0)]
     rows.append(torch.randint(1, 4, (WIDTH,), generator=generator).float())
@@ -248,9 +238,7 @@ FILTERS = [
 
 
 def rows_of_filters() -> Tensor:
-    """Random logits; logits of few values, so that the edges have ties; one large tile; masked
-    tokens; equal logits.
-    """
+    """Random logits, ties at edges, one large tile, masked tokens, equal logits."""
     logits = random_logits(5, seed=3) / 2
     logits[1] = (logits[1] / 3).round()
     logits[2, 64:128] += 10
@@ -344,9 +332,7 @@ def rows_with(old: str, new: str) -> ModuleType:
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.6, top_k=20, top_p=0.95), Sampling(min_p=0.1)])
 def test_tokens_are_drawn_in_proportion_to_the_filtered_distribution(sampling: Sampling) -> None:
-    """All numbers of a fine grid, once each: the count of a token is its probability, to one point
-    of the grid.
-    """
+    """All numbers of a fine grid: a token's count is its probability."""
     logits, num_points = random_logits(1), 1 << 16
     found, _ = both(logits, sampling)
     uniform = (torch.arange(num_points, dtype=torch.float64) + 0.5) / num_points

@@ -1,5 +1,4 @@
-"""Answers of targets in few bits have the distribution of these targets, on every kind of path,
-with equal seeds giving equal answers in any company.
+"""Answers of targets in few bits have their distribution, on every path.
 
 The exact distribution is that of transformers with the numbers that the bits stand for, whose
 layers round their rows.
@@ -123,9 +122,7 @@ def test_formats_that_would_change_nothing_are_refused(wanted: dict[str, Any], m
 
 @pytest.mark.slow
 def test_wrong_targets_and_drafts_are_noticed() -> None:
-    """Answers of the target in 4 bits are not those of the plain one, and drafts of another
-    distribution are found.
-    """
+    """Answers in 4 bits are not the plain target's, and other drafts are found."""
     forms, sampling = forms_of(torch.float32, "int4"), SAMPLINGS["plain"]
     right = exact(forms, sampling)
     counts = counted("int4", SPECULATIONS["bv_race 3"], sampling)
@@ -138,9 +135,7 @@ def test_wrong_targets_and_drafts_are_noticed() -> None:
 
 @pytest.mark.parametrize("weights", grid(["int8", "int4"], ["int8"]))
 def test_answers_of_a_seed_are_the_same_in_any_company(weights: Any) -> None:
-    """At temperature 0 also with drafts and without: a row's numbers do not depend on other rows of
-    a pass.
-    """
+    """At temperature 0 also with drafts and without."""
     target = tiny.llama(1)
     draft = tiny.perturbed(target, 2, 0.02)
     chains = drafts("bv_race", 3, length=3)

@@ -1,6 +1,4 @@
-"""Steps whose verdicts one kernel makes of the target's logits: their distribution, and the general
-path's verdicts.
-"""
+"""Verdicts of one kernel: their distribution, and the general path's verdicts."""
 
 from __future__ import annotations
 
@@ -152,9 +150,7 @@ def test_wrong_kernels_are_rejected(wrong: str) -> None:
 
 
 def both(rows: Sequence[Any], change: Callable[[torch.Tensor], None] = lambda _: None) -> list[tuple[Any, ...]]:
-    """(emissions, ids of broken sequences) of the kernel, and of the general path, for the same
-    drafts and logits.
-    """
+    """Return (emissions, broken ids) of the kernel and of the general path."""
     results: list[tuple[Any, ...]] = []
 
     def verify(at_once: Any, plan: Plan, draft: Draft, logits_NV: torch.Tensor) -> StepVerdict:
@@ -169,9 +165,7 @@ def both(rows: Sequence[Any], change: Callable[[torch.Tensor], None] = lambda _:
 
 
 def test_verdicts_are_those_of_the_general_path() -> None:
-    """The last of equal scores, the longest match of a later chain and all else that no law shows,
-    too.
-    """
+    """The last of equal scores, and the longest match of a later chain, too."""
     kinds = list({**KINDS, **GREEDY}.values())
     by_kernel, generally = both([row_of(i, kinds[i % len(kinds)]) for i in range(800)])
     assert by_kernel[0] == generally[0]

@@ -1,5 +1,4 @@
-"""Small models as llama.cpp's converter writes them: a variant for every set of keys of the
-published models of an architecture.
+"""Small models as llama.cpp's converter writes them.
 
 The keys are not computed here. `python -m tests.models.converted LLAMA_CPP` converts the variants
 with the converter in a checkout of llama.cpp, compares its tensors with `write_converted`, and

@@ -1,6 +1,4 @@
-"""Variants of the files that llama.cpp's converter writes: one for every set of keys of the
-published models of an architecture, with the fields of a small model. And types of files.
-"""
+"""Variants of converted files, for every set of keys of an architecture's models."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Writes small GGUF models with random weights: real files of llama.cpp's format, with the embedded
-pair's tokens.
-"""
+"""Writes small GGUF models: random weights, and the embedded pair's tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +16,10 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 DEMO = Path(__file__).resolve().parents[2] / "server" / "demo" / "target"
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, CONTEXT = 2, 4, 2, 512
 TYPES_IN_THE_GATE = {"Q4_1", "Q4_K", "Q5_0", "Q6_K", "Q8_0"}
-"""Types of blocks by forms of scales: a scale, a scale and a minimum, and records with and without
-minima. A product is compiled for each type, which takes long; Q5_0 shares the product of Q8_0.
+"""Types of blocks by forms of scales.
+
+A scale, a scale and a minimum, and records with and without minima. A product is compiled for each
+type; Q5_0 shares that of Q8_0.
 """
 _SPREAD = 0.3
 """Standard deviation of all weights."""
@@ -103,9 +103,7 @@ def _shapes(architecture: str, hidden: int, vocab_size: int, tied: bool) -> dict
 
 
 def head_dim_of(architecture: str, hidden: int) -> int:
-    """Width of a head; qwen3's is not the hidden size divided by the heads, as in the published
-    models.
-    """
+    """Return a head's width; qwen3's is not the hidden size divided by the heads."""
     return hidden // NUM_HEADS * (2 if architecture == "qwen3" else 1)
 
 
@@ -141,8 +139,7 @@ def write_model(
     changes: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write a model and return its file, or the first of its parts (`NAME-00001-of-00003.gguf` for
-    `NAME.gguf`).
+    """Write a model and return its file, or the first of its parts.
 
     architecture: llama, qwen2 or qwen3. types: of all weights but norms and biases, or by parts of
     their names, of which the first that fits counts ("" fits all). The hidden size is 256 if a type
@@ -183,9 +180,7 @@ def write_file(
     tensors: Mapping[str, tuple[np.ndarray, str]],
     parts: int = 1,
 ) -> Path:
-    """Write key-values, of which None is left out, and tensors with their types; return the first
-    part.
-    """
+    """Write key-values (None is left out) and tensors; return the first part."""
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=-(-len(tensors) // parts) if parts > 1 else 0)
     for key, value in keys.items():
         if value is not None:

@@ -59,9 +59,7 @@ def unchanged(base: Path) -> Any:
 
 
 def write_adapter(base: Path, folder: Path, **options: Any) -> Path:
-    """Write an adapter by peft, whose low-rank parts are random and large enough to change
-    answers.
-    """
+    """Write an adapter by peft, large enough to change answers."""
     model = load(str(base), None, "float32", CPU).model
     wanted = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"], **options}
     adapted = peft.get_peft_model(model, peft.LoraConfig(**wanted))

@@ -1,6 +1,4 @@
-"""Greedy output equals `transformers.generate`, token for token, on every family of the
-allow-list.
-"""
+"""Greedy output equals `transformers.generate`, on every family."""
 
 from __future__ import annotations
 

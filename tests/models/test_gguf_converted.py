@@ -1,6 +1,4 @@
-"""Files as llama.cpp's converter writes them have the configuration, the logits and the answers
-of the model that was converted.
-"""
+"""Converted files have the configuration and logits of their models."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""GGUF files are opened as they are; one that is damaged or hostile is named with what to do, and
-costs no memory.
-"""
+"""GGUF files are opened; a damaged or hostile one is named, and costs no memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A GGUF file becomes a folder that says what the file says; what would be served wrongly is
-refused by name.
-"""
+"""A GGUF file becomes a folder; what would be served wrongly is refused."""
 
 from __future__ import annotations
 
@@ -102,9 +100,7 @@ OUTPUT_BIASES = {f"blk.{layer}.attn_output.bias": np.zeros(64, np.float32) for l
 def test_biases_and_windows_decide_the_type(
     architecture: str, biases: bool, changes: dict[str, Any], fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    """`Qwen2` of transformers is a Llama with biases of q, k and v, `Llama` has them also for the
-    output.
-    """
+    """`Qwen2` is a Llama with biases of q, k and v; `Llama` has the output's, too."""
     found = changed(tmp_path, architecture, biases=biases, changes=changes)
     assert fields.items() <= found.items()
 

@@ -1,6 +1,4 @@
-"""A name of GGUF files selects a file, here or on the hub, and people see the name in the command
-line.
-"""
+"""A name of GGUF files selects a file, here or on the hub."""
 
 from __future__ import annotations
 
@@ -221,9 +219,7 @@ def test_people_see_the_names_of_the_command_line(
 
 @pytest.mark.parametrize("target", ["llama.gguf", "demo"])
 def test_pairs_of_both_formats(target: str, models: Path) -> None:
-    """A GGUF draft of a model in transformers format, and the reverse, with a tokenizer by its
-    file.
-    """
+    """A GGUF draft of a transformers model, and the reverse."""
     names = {"demo": str(DEMO), "llama.gguf": str(models / "llama.gguf")}
     draft = next(name for name in names if name != target)
     given = ModelConfig(target=names[target], draft=names[draft], tokenizer=names["llama.gguf"], device="cpu")

@@ -1,5 +1,4 @@
-"""Tokens of GGUF files equal llama.cpp's, which were recorded for small vocabularies of every
-pre-tokenizer.
+"""Tokens of GGUF files equal llama.cpp's, recorded for every pre-tokenizer.
 
 `polydraft analyze gguf-tokens --golden tests/models/golden/gguf_tokens.json` records them again.
 """
@@ -50,9 +49,7 @@ def tokens_of(metadata: Mapping[str, Any]) -> list[list[int]]:
 
 
 def stated(name: str, **values: Any) -> dict[str, Any]:
-    """Return a small vocabulary's metadata with other statements; those that are None are left
-    out.
-    """
+    """Return a vocabulary's metadata with other statements; None is left out."""
     changed = {**small()[name], **{PREFIX + key: value for key, value in values.items()}}
     return {key: value for key, value in changed.items() if value is not None}
 
@@ -77,9 +74,7 @@ def test_tokens_of_a_file_are_those_of_llama_cpp(name: str, tmp_path: Path) -> N
 
 
 def test_names_of_one_pre_tokenizer_have_the_recorded_tokens_of_one() -> None:
-    """Names with equal recorded tokens are treated equally, and no others: the lines show each
-    difference.
-    """
+    """Names with equal recorded tokens are treated equally, and no others."""
     treatments = [
         {PRE_TOKENIZERS[name] for name in entry["vocabularies"] if name in PRE_TOKENIZERS} for entry in GOLDEN["tokens"]
     ]

@@ -1,6 +1,4 @@
-"""Weights of GGUF files: their numbers, read by transformers and by the CPU's decoder, and what is
-refused.
-"""
+"""Weights of GGUF files: numbers in transformers and the CPU's decoder."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ def plain_logits(model: Any) -> Tensor:
 
 
 def by_transformers(file: Path) -> Any:
-    """The same file, read and dequantised by transformers, which does not read the width of a
-    head.
-    """
+    """Return the same file, dequantised by transformers."""
     config = transformers.AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
     config.head_dim = head_dim_of(config.model_type, config.hidden_size)
     place = {"gguf_file": file.name, "config": config, "dtype": torch.float32}

@@ -31,9 +31,7 @@ model.save_pretrained(sys.argv[1])
 
 @pytest.mark.slow
 def test_only_torchao_is_imported_and_only_for_its_weights(tmp_path: Path) -> None:
-    """Plain weights are loaded first, without these packages. Torchao warns of libraries for other
-    layouts. Transformers then also writes its weights.
-    """
+    """Plain weights are loaded first, without these packages."""
     program = [sys.executable, "-c", _PROGRAM + _QUANTISED, str(tmp_path)]
     run = subprocess.run(program, capture_output=True, text=True, check=True)
     assert run.stdout.splitlines() == ["", "torchao.quantization"]

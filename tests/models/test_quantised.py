@@ -1,5 +1,4 @@
-"""Quantised models, stored or quantised while they are loaded, give the numbers that transformers
-gives with them.
+"""Quantised models give transformers' numbers.
 
 The layouts of a device are tested as far as a CPU computes them: fp8 with a scale for each row of a
 pass is, by torch's own product; torchao only has to believe that the device can. Its int4 layout
@@ -65,9 +64,7 @@ def stored_by_torchao(folder: Path, plain: str, dtype: torch.dtype, config: Any)
 
 
 def stored_as_compressed_tensors(folder: Path, plain: str) -> str:
-    """The folder of a checkpoint as llm-compressor writes it: fp8 with a scale for each column, and
-    for each token.
-    """
+    """Return a checkpoint as llm-compressor writes it: fp8 by columns and tokens."""
     numbers = load_file(Path(plain) / "model.safetensors")
     for name in [name for name in numbers if name.endswith("_proj.weight")]:
         scale_N1 = numbers[name].abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
@@ -126,9 +123,7 @@ def greedy_requests(count: int) -> list[Any]:
 
 @pytest.mark.slow
 def test_weights_are_quantised_while_they_are_loaded(tmp_path: Path) -> None:
-    """Greedy answers are those of the quantised model, with drafts and without; a plain model has
-    others.
-    """
+    """Greedy answers are the quantised model's; a plain model has others."""
     weights = "fp8"
     target, draft = written(tmp_path / "target", initializer_range=0.2), written(tmp_path / "draft")
     plain, engine = load(target, None, "float32", CPU), served(target, draft, weights)
@@ -146,9 +141,7 @@ def test_weights_are_quantised_while_they_are_loaded(tmp_path: Path) -> None:
 @pytest.mark.sole("sampled answers of quantised weights")
 @pytest.mark.parametrize("weights", grid(["fp8", "int4"], {"int4"}))
 def test_answers_have_the_distribution_of_the_quantised_model(weights: str, tmp_path: Path) -> None:
-    """Its continuations are enumerated in transformers; drafts of another distribution are
-    found.
-    """
+    """Its continuations are enumerated in transformers."""
     sizes = {"vocab_size": 4, "num_hidden_layers": 1, "initializer_range": 0.25}
     pair = [
         load(written(tmp_path / name, **sizes, rms_norm_eps=eps), None, "float32", CPU, weights=weights)
@@ -167,10 +160,7 @@ def test_answers_have_the_distribution_of_the_quantised_model(weights: str, tmp_
 
 @pytest.mark.slow
 def test_a_devices_fp8_passes_the_probe_and_faults_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are rounded to 8 bits, which two right implementations do differently: both lie that far
-    from float32. A fault of masks or of the cache is found as in a plain model, because rows are
-    then compared unrounded.
-    """
+    """Right implementations round rows differently; faults are compared unrounded."""
     layouts_of_a_device(monkeypatch)
     folder = written(tmp_path / "model", torch.bfloat16, num_hidden_layers=6, initializer_range=0.05)
     loaded = load(folder, None, "bfloat16", CPU, weights="fp8")

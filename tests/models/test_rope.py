@@ -1,6 +1,4 @@
-"""Rotary embeddings that depend on a text's length: one table for all texts, chosen by the served
-context.
-"""
+"""Length-dependent rotary embeddings: one table, by the served context."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ def engine_config(folder: Path, context: int, **more: Any) -> EngineConfig:
 
 
 def continued(model: Any, prompt: list[int], count: int) -> list[int]:
-    """Return transformers' greedy continuation, without a cache: the factors are those of the whole
-    text.
-    """
+    """Return transformers' greedy continuation without a cache."""
     text = list(prompt)
     for _ in range(count):
         with torch.inference_mode():
@@ -79,9 +75,7 @@ def continued(model: Any, prompt: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize(("context", "chosen"), [(ORIGINAL, "short"), (REACH, "long")])
 @pytest.mark.parametrize("family", ["phi3", "llama"])
 def test_greedy_answers_are_those_of_transformers(tmp_path: Path, family: str, context: int, chosen: str) -> None:
-    """Texts within the original length have its factors if the context does; longer texts have the
-    long factors. The draft model's own embedding is fixed by the same context.
-    """
+    """Short texts have short factors if the context does; so has the draft model."""
     plain = saved(tmp_path / "target", longrope(family))
     saved(tmp_path / "draft", longrope(family, 32), noise=0.01)
     lengths = (3, 17, 40) if chosen == "short" else (ORIGINAL + 1, 90, 120)
@@ -114,9 +108,7 @@ def test_short_texts_in_a_long_context_have_the_long_factors(tmp_path: Path) -> 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_every_backend_reads_the_same_table(tmp_path: Path, kind: str) -> None:
-    """Also the pass over a text that ends at the last position, with positions of drafts after
-    it.
-    """
+    """Also the pass at the last position, with positions of drafts after it."""
     rope = LONGROPE if kind == "longrope" else {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     reach = REACH if kind == "longrope" else ORIGINAL
     config = transformers.LlamaConfig(**{**SIZES, "max_position_embeddings": reach}, rope_parameters=rope)

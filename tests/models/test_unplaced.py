@@ -1,6 +1,4 @@
-"""Which tensors without a place are refused, named or left out; `test_loading.py` has the same on
-checkpoints.
-"""
+"""Tensors without a place are refused, named or left out."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Attention of a few rows over the paged keys of their sequence, in Numba: tile by tile, with a
-running softmax.
+"""Attention of a few rows over paged keys, in Numba: tiles with a running softmax.
 
-Keys of a sequence are numbered like its tokens (`attention/inputs.py`). The queries of a part are
-its rows by the query heads that share a K/V head. A tile of keys and values is laid out in blocks
-as a weight is, so that scores and results are products of all queries (`block_products.py`). The
-result of a row does not depend on the other rows. Float32 arithmetic; K/V of float32, or the 16
-bits of bfloat16.
+Keys of a sequence are numbered like its tokens (`attention/inputs.py`). The queries of a part
+are its rows by the query heads that share a K/V head. A tile of keys and values is laid out in
+blocks as a weight is, so that scores and results are products of all queries
+(`block_products.py`). The result of a row does not depend on the other rows. Float32 arithmetic;
+K/V of float32, or the 16 bits of bfloat16.
 """
 
 # Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a
@@ -37,8 +36,8 @@ _HIDDEN = np.float32(-1e30)
 def _lay_out_keys(keys, head, slots, offsets, count, blocks):
     """Write the keys [slots, H_kv, D] in these slots as columns of blocks [`TILE` / B, D, B].
 
-    The rest of the last vector repeats the last key. slots: [`TILE`]; offsets: [`TILE`], working
-    memory.
+    The rest of the last vector repeats the last key. slots: [`TILE`];
+    offsets: [`TILE`], working memory.
     """
     width, size = keys.shape[2], keys.itemsize
     for key in range(TILE):
@@ -109,8 +108,8 @@ def _reduced(builder, address, join):
 def _largest(_context, source):
     """Return the largest of `TILE` float32 numbers at an address.
 
-    The compiler compares the numbers of a loop one by one, because NaN has no order; here
-    comparisons ignore it.
+    The compiler compares the numbers of a loop one by one, because NaN has no order;
+    here comparisons ignore it.
     """
 
     def build(_context, builder, _signature, operands):
@@ -124,9 +123,7 @@ def _largest(_context, source):
 
 @intrinsic
 def _total(_context, source):
-    """Return the sum of `TILE` float32 numbers at an address, in an order that the compiler cannot
-    choose.
-    """
+    """Return the sum of `TILE` float32 numbers at an address, in a fixed order."""
 
     def build(_context, builder, _signature, operands):
         return _reduced(builder, operands[0], builder.fadd)
@@ -136,12 +133,12 @@ def _total(_context, source):
 
 @compiled_for_cpu(**FAST)
 def _soften(scores, states, results):
-    """Turn a tile's scores into weights relative to the largest score so far, and scale earlier
-    results.
+    """Turn a tile's scores into weights, and scale earlier results.
 
-    scores: [Q, `TILE`]; results: [Q, D]; states: [Q, 4] largest score, sum of weights, and the
-    largest score before with the factor of earlier results. Each loop is over all queries, because
-    a query alone would wait for its largest score and for its factor.
+    Weights are relative to the largest score so far. scores: [Q, `TILE`]; results: [Q, D];
+    states: [Q, 4] largest score, sum of weights, and the largest score before with the factor of
+    earlier results. Each loop is over all queries, because a query alone would wait for its
+    largest score and for its factor.
     """
     num_queries = len(scores)
     for query in range(num_queries):
@@ -186,9 +183,7 @@ def _read_queries(joined, head, num_shared, first_row, scale, queries):
 
 @compiled_for_cpu(**FAST)
 def _write_results(queries, head, num_shared, first_row, attended):
-    """Write the results of the queries, as shares of their sums of weights, to the columns of their
-    heads.
-    """
+    """Write the queries' results, over their sums of weights, to their heads' columns."""
     width = queries.results.shape[1]
     for query in range(len(queries.results)):
         share = np.float32(1) / queries.states[query, 1]
@@ -199,8 +194,7 @@ def _write_results(queries, head, num_shared, first_row, attended):
 
 @compiled_for_cpu(**FAST)
 def _gather(scores, start, num_text, first, bounds, visible_bits, node_positions, tile, places):
-    """Copy a row's scores of a tile of the text that ends with it; return whether the row sees any
-    key of the tile.
+    """Copy a row's scores of a tile of the text that ends with it; return whether it sees any.
 
     scores: [N] of the keys from number `start` on, `num_text` of the text and then the nodes;
     first: the tile's first key after `start`; bounds: limit and near, as in `_mask`; tile: output,
@@ -272,9 +266,7 @@ def _add_values(weights, blocks, memory, results):
 
 @compiled_for_cpu(**FAST)
 def _most_seen(rows, limits, visible_bits):
-    """Return (the end of the text that any of the rows sees, the largest number of nodes that a row
-    sees).
-    """
+    """Return (end of the text that rows see, largest number of nodes that a row sees)."""
     last_key, most_nodes = 0, 0
     for row in range(rows[0], rows[1]):
         last_key = max(last_key, limits[row])
@@ -305,12 +297,11 @@ def _attend_to_whole_tiles(keys, values, head, pages, page_size, first_key, last
 
 @compiled_for_cpu(**FAST)
 def _attend_to_rest(keys, values, head, rest, visible_bits, node_positions, queries, memory):
-    """Add the rest of the text and the nodes to the queries' results, by tiles of the keys that a
-    row sees.
+    """Add the rest of the text and the nodes to the queries' results, by tiles of seen keys.
 
-    The slots of the rest are in `memory`. rest: number of its first key, number of its keys in the
-    text, number of all its keys, first row, query heads of a row, the largest number of nodes that
-    a row sees.
+    The slots of the rest are in `memory`. rest: number of its first key, number of its keys in
+    the text, number of all its keys, first row, query heads of a row, the largest number of nodes
+    that a row sees.
     """
     start, num_text, num_rest, first_row, num_shared, most_nodes = rest
     num_queries, width = queries.numbers.shape
@@ -346,16 +337,15 @@ def _attend_to_rest(keys, values, head, rest, visible_bits, node_positions, quer
 def attend(
     joined, keys, values, head, rows, scale, window, page_size, text, limits, positions, visible_bits, attended
 ):  # fmt: skip
-    """Write to `attended` [T, H * D] the attention of rows of a sequence, for the query heads of
-    one K/V head.
+    """Write to `attended` [T, H * D] the attention of rows, for one K/V head's query heads.
 
-    joined: [T, at least H * D] queries; rows: first row and end; window: 0 is none; text: pages,
-    first key, key from which on keys are nodes, number of keys, and positions of nodes of the
-    sequence.
+    joined: [T, at least H * D] queries; rows: first row and end; window: 0 is none; text:
+    pages, first key, key from which on keys are nodes, number of keys, and positions of
+    nodes of the sequence.
 
-    A row sums over tiles of the text that ends with it: the known tokens, then the nodes that it
-    sees. So a node's result has the bits that it would have as a token of the text, whatever else
-    is drafted.
+    A row sums over tiles of the text that ends with it: the known tokens, then the nodes that
+    it sees. So a node's result has the bits that it would have as a token of the text,
+    whatever else is drafted.
     """
     pages, first_key, end, num_keys, node_positions = text
     first_row, last_row = rows

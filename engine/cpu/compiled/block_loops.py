@@ -70,9 +70,7 @@ def _accepted(length, target, target_rows, draft, draft_rows, weights, accept_un
 
 @compiled_for_cpu(**EXACT)
 def _score(stop, length, p, q, log_ratios, log_ceilings, uniform):
-    """Return a score that is uniform from the ceiling of the prefix with the next token to that
-    without it.
-    """
+    """Return a score, uniform from the ceiling with the next token to that without it."""
     upper = math.exp(log_ceilings[stop])
     lower = 0.0
     if stop < length and q > 0:
@@ -156,9 +154,7 @@ class _Nodes(NamedTuple):
 
 @compiled_for_cpu(**EXACT)
 def _read_node(nodes, filters, node):
-    """Compute a node's distribution, or at temperature 0 its most likely token, if that was not
-    done before.
-    """
+    """Compute a node's distribution, or at temperature 0 its most likely token, once."""
     if nodes.is_known[node]:
         return
     nodes.is_known[node] = True
@@ -173,9 +169,7 @@ def _read_node(nodes, filters, node):
 
 @compiled_for_cpu(**EXACT)
 def _read_all(nodes, filters):
-    """Read the logits of all nodes but nodes of text drafts, which are read if the walk or a chain
-    comes there.
-    """
+    """Read the logits of all nodes but those of text drafts, which are read on demand."""
     for node in range(len(nodes.logits)):
         nodes.is_known[node] = False
         nodes.largest[node] = 0.0
@@ -241,8 +235,7 @@ def _has_children(parents, node):
 
 @compiled_for_cpu(**EXACT)
 def _refuse(parents, node_tokens, node, distribution):
-    """Set the probabilities of the node's children to 0, and scale the other probabilities to the
-    sum 1.
+    """Set the children's probabilities to 0, and scale the others to the sum 1.
 
     A distribution without any other token is unchanged (this has probability zero), and so is that
     of a node without children, in every bit.
@@ -286,8 +279,7 @@ def decide(
     logits, temperatures, least_logs, top_ks, top_ps, starts, tokens, lengths, requests, node_rows, draft, draft_rows,
     uniforms, parents, node_tokens, walk_uniforms, verdict, largest,
 ):  # fmt: skip
-    """Compute distributions and verdicts, request by request, so that distributions are read while
-    cached.
+    """Compute distributions and verdicts by request, so that distributions stay in caches.
 
     A request first walks through its text drafts; then its chains that begin with the walked path
     are verified below it. uniforms: [purposes, C, L] random numbers; parents: [N] for nodes of text

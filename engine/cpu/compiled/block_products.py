@@ -1,5 +1,4 @@
-"""Products of rows with a weight in blocks, in Numba: the inner loop of the decoder
-(`model_pass.py`).
+"""Products of rows with a weight in blocks, in Numba: the decoder's inner loop.
 
 A weight [N, K] is stored in blocks of a few columns of the result, [N / B, K, B], so that it is
 read sequentially. Sums of up to `MOST_ROWS` rows stay in registers, and each number of the block
@@ -55,12 +54,9 @@ from engine.cpu.compiled.tile_products import product_of_tiles
 from engine.cpu.compiler import compiled_for_cpu
 
 WIDENS_HALVES = "+f16c" in FEATURES or "+avx512f" in FEATURES
-"""Whether the processor widens float16 numbers itself; if not, such weights are stored as
-float32.
-"""
+"""Whether the processor widens float16; if not, such weights are stored as float32."""
 _BLOCKS = [blocks_at_once(num_rows) for num_rows in range(1, MOST_ROWS + 1)]
 _STEPS_AHEAD = 32
-"""Prefetch distance, in indices of K."""
 
 Array = npt.NDArray[Any]
 
@@ -84,7 +80,7 @@ _KINDS = {
     types.uint16: _WeightType(SHORT, 2),
     types.int16: _WeightType(ir.HalfType(), 2),
 }
-"""Formats by the numpy type of a weight; bfloat16 is uint16, float16 is int16."""
+"""By the numpy type of a weight; bfloat16 is uint16, float16 is int16."""
 
 
 class _Loop(Emitter):
@@ -108,9 +104,7 @@ class _Loop(Emitter):
         self.builder.branch(after)
 
     def _step(self, step: Any, sums: Sums) -> Sums:
-        """Return the sums after index `step` of K: every row's number there is multiplied by the
-        blocks' numbers.
-        """
+        """Return the sums after index `step` of K: rows' numbers times the blocks' numbers."""
         builder = self.builder
         size = self._kind.num_bytes
         weights = []
@@ -130,8 +124,7 @@ class _Loop(Emitter):
 
 @intrinsic
 def _sums(_context, weights, num_rows, num_blocks, rows, weight, bias, result, row_stride, result_stride, depth):
-    """Sum 1 to `MOST_ROWS` rows with `blocks_at_once` blocks or one, by addresses; strides count
-    bytes.
+    """Sum 1 to `MOST_ROWS` rows with one block or `blocks_at_once`; strides count bytes.
 
     weights: an array of the weight's type, which is not read.
     """
@@ -150,8 +143,7 @@ _blocks_at_once = compiled_for_cpu()(blocks_at_once)
 
 @intrinsic
 def transpose(_context, numbers, offsets, source, target):
-    """Write `LANES` columns of `LANES` numbers, at `source` plus offsets in bytes, as rows of a
-    block.
+    """Write `LANES` columns of `LANES` numbers at `source` as rows of a block.
 
     numbers: an array of their type, which is not read; offsets, source, target: addresses.
     """
@@ -182,9 +174,7 @@ def transpose(_context, numbers, offsets, source, target):
 
 @intrinsic
 def copy(_context, numbers, source, target):
-    """Copy `LANES` numbers from one address to another, as float32; numbers: an array of their
-    type, not read.
-    """
+    """Copy `LANES` numbers as float32; numbers: an array of their type, not read."""
     kind = _KINDS[numbers.dtype]
 
     def build(context, builder, _signature, operands):
@@ -215,8 +205,7 @@ def _multiply_of_type(rows, weights, scales, bias, result, blocks, columns):
 
 @compiled_for_cpu(error_model="numpy")
 def product(rows, weights, scales, bias, result, blocks, columns):
-    """Write the products of rows [T, K] with blocks of a weight to `result` [T, N] (N: whole
-    blocks).
+    """Write products of rows [T, K] with a weight's blocks to `result` [T, N].
 
     weights: [N / B, K, B], or in a layout of `stored_words.py`, with its scales; bias: [N]; blocks:
     first, and end; columns: the block of the result that the weight's first block has, and the

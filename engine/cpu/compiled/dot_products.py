@@ -1,5 +1,4 @@
-"""Products by the processor's own dot products, of weights in few bits or of pairs of bfloat16, in
-Numba.
+"""Products by the processor's dot products, of few bits or pairs of bfloat16.
 
 A row is rounded once, by itself (`row_rounding.py`). Sums of a group are integers, so they are
 exact in any order. Each group, or each half of a group, then adds one float32 product, and a second
@@ -51,16 +50,17 @@ from engine.cpu.compiler import compiled_for_cpu
 
 _FEATURES_OF_DOTS = {16: {"+avx512vnni"}, 8: {"+avx512vnni", "+avx512vl"}}
 HAS_DOTS = LANES > 4 and (_FEATURES_OF_DOTS[LANES] <= set(FEATURES) or (LANES == 8 and "+avxvnni" in FEATURES))
-"""Whether the processor sums four products of bytes in one instruction."""
+"""Whether an instruction sums four products of bytes."""
 HAS_PAIRS = LANES == 16 and "+avx512bf16" in FEATURES
-"""Whether the processor sums two products of bfloat16 numbers in one instruction."""
+"""Whether an instruction sums two products of bfloat16 numbers."""
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 _BYTES_AHEAD = 1024
 """Prefetch distance."""
 MOST_DOT_ROWS = 4 if LANES == 16 else 6
-"""Rows whose sums are computed together. With 512 bits, 4 rows x 2 blocks x 2 vectors are 16 sums
-of a group and 16 sums of all groups, which fill the 32 registers. With 256 bits six rows of one
-block are fastest.
+"""Rows whose sums are computed together.
+
+With 512 bits, 4 rows x 2 blocks x 2 vectors fill the 32 registers, for a group and for all groups.
+With 256 bits six rows of one block are fastest.
 """
 _SHORTS = ir.VectorType(SHORT, 2 * LANES)
 _PAIRS = ir.VectorType(Bfloat(), 2 * LANES)
@@ -107,9 +107,7 @@ class _Dots(Emitter):
 
     @property
     def _numbers_of_turn(self) -> int:
-        """Numbers of K that a turn of the loop multiplies: a group, or fewer if groups have no
-        scales.
-        """
+        """Return the numbers of K in a turn of the loop: a group, or fewer without scales."""
         return 8 if self._words == types.uint32 else GROUP
 
     @property
@@ -137,9 +135,7 @@ class _Dots(Emitter):
         return sums
 
     def _group_of_integers(self, group: Any, sums: Sums) -> Sums:
-        """Return the sums after `GROUP` more numbers of K, part by part: the numbers that share a
-        scale.
-        """
+        """Return the sums after `GROUP` more numbers of K, by parts that share a scale."""
         num_parts = self._loads.num_parts
         steps_of_part = GROUP // (8 if self._words == types.uint8 else 4) // num_parts
         for part in range(num_parts):
@@ -152,8 +148,9 @@ class _Dots(Emitter):
         return sums
 
     def _totals(self, group: Any, steps: range, corrections: Sequence[Any]) -> Sums:
-        """Return the integer sums of a part of a group. Without minima, they start at the
-        corrections for the offset of stored weights.
+        """Return the integer sums of a part of a group.
+
+        Without minima they start at the corrections for the offset of stored weights.
         """
         builder = self.builder
         num_columns = self._num_blocks * VECTORS
@@ -215,9 +212,7 @@ class _Dots(Emitter):
 
 
 def dot(emitter: Emitter, old: Any, weights: Any, row: Any) -> Any:
-    """Return old sums plus the sums of four products of unsigned with signed bytes, in every lane
-    of 32 bits.
-    """
+    """Return old sums plus four products of unsigned with signed bytes, in each lane."""
     if HAS_DOTS:
         return emitter.call(f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", INTS, old, weights, row)
     if _IS_X86:
@@ -231,9 +226,7 @@ def dot(emitter: Emitter, old: Any, weights: Any, row: Any) -> Any:
 
 
 def _dot_of_pairs(emitter: Emitter, old: Any, row: Any, weights: Any) -> Any:
-    """Return old sums plus the sums of two products of bfloat16 numbers, in every lane of 32
-    bits.
-    """
+    """Return old sums plus two products of bfloat16 numbers, in each lane of 32 bits."""
     return emitter.call("llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, old, row, weights)
 
 
@@ -274,8 +267,7 @@ def _sums_of_dots(
     result_stride,
     num_groups,
 ):
-    """Sum 1 to `MOST_DOT_ROWS` rows with `dots_at_once` blocks or one, by addresses; strides count
-    bytes.
+    """Sum 1 to `MOST_DOT_ROWS` rows with one block or `dots_at_once`; strides count bytes.
 
     weights, scales: arrays of the weight's words and scales, which are not read.
     """
@@ -291,11 +283,10 @@ def _sums_of_dots(
 
 @compiled_for_cpu(error_model="numpy")
 def product_of_dots(rows, weights, scales, bias, result, blocks, columns):
-    """Write the products of rows [T, K] with blocks of a weight to `result` [T, N] (N: whole
-    blocks).
+    """Write products of rows [T, K] with a weight's blocks to `result` [T, N].
 
-    weights, scales: in the layouts of `stored_words.py`; bias: [N]; blocks, columns: see
-    `block_products.product`.
+    weights, scales: in the layouts of `stored_words.py`; bias: [N];
+    blocks, columns: see `block_products.product`.
     """
     num_groups = weights.shape[1] * numbers_of_word(weights) // GROUP
     for first in range(0, len(rows), MOST_ROUNDED):

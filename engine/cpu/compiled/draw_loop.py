@@ -1,11 +1,10 @@
-"""The drafting loop in Numba: passes over all levels, distributions below their nodes, and draws,
-in one call.
+"""The drafting loop in Numba: passes over all levels, distributions and draws.
 
 It serves draft models and heads that the CPU's decoder runs (`decoder.py`), and rows whose
 distributions depend on logits, temperature and filters alone. The oracle of `draw_levels` is
-`chains.draw_by_level`, which takes any rows: the same random numbers give the same tokens, to the
-bit. `draw_below` draws after the pass of a head with a term. Its oracle is `OnePassDrafter` with
-the head's sampler.
+`chains.draw_by_level`, which takes any rows: the same random numbers give the same tokens, to
+the bit. `draw_below` draws after the pass of a head with a term. Its oracle is `OnePassDrafter`
+with the head's sampler.
 """
 
 # Numba sees a kernel's arguments only when it is run.
@@ -37,9 +36,7 @@ _TOKENS_OF_DRAWS, _FIRST_CHAINS_OF_DRAWS = 1, 7
 
 @compiled_for_cpu(**EXACT)
 def _spread_logits(logits, target_ids, spread):
-    """Write the logits of a head's own vocabulary to the target's ids; other tokens have
-    probability 0.
-    """
+    """Write the logits of a head's vocabulary to the target's ids; others have none."""
     spread[:] = -np.inf
     for number in range(len(target_ids)):
         spread[target_ids[number]] = logits[number]
@@ -47,11 +44,9 @@ def _spread_logits(logits, target_ids, spread):
 
 @compiled_for_cpu(**EXACT)
 def _draw(address, phase):
-    """Compute the distribution below each node of a level, and draw the tokens of the chains
-    through it.
+    """Compute the distributions below a level's nodes, and draw the chains' tokens.
 
-    A chain draws with its own random number, unless an earlier chain goes through the same child:
-    then it takes that chain's token.
+    A chain draws with its own number, unless an earlier one goes through the same child.
     """
     table = table_at(address)
     logits = array2(table, _LOGITS, np.float32)
@@ -103,9 +98,7 @@ def draw():
 
 @compiled_for_cpu()
 def _put_draws(table, draws, level, drawn):
-    """Write what `_draw` reads of a level into the table. drawn: the slice of the level's
-    distributions.
-    """
+    """Write what `_draw` reads of a level into the table; drawn: slice of distributions."""
     distributions, tokens, temperatures, least_logs, top_ks, top_ps = draws[:6]
     uniforms, first_chains, num_chains, leaders, target_ids, spread = draws[6:]
     put2(table, _PROBS, distributions[drawn])
@@ -139,9 +132,7 @@ def _level_slice(ends, level):
 
 @compiled_for_cpu()
 def _seen_by(seen, rows, sequences):
-    """Return `StepLayout.seen` of one pass. seen: of all passes; rows, sequences: slices of the
-    pass.
-    """
+    """Return `StepLayout.seen` of one pass; rows, sequences: slices of all passes."""
     visible_bits, pages, first_keys, text_ends, num_keys, node_positions, limits = seen
     texts = pages[sequences], first_keys[sequences], text_ends[sequences], num_keys[sequences]
     return visible_bits[rows], *texts, node_positions[sequences], limits[rows]
@@ -152,8 +143,7 @@ def draw_levels(
     shared, function, table, after_logits, ends, token_ids, slots, wanted, parts, seen, positions, draws, parents,
     entering_states, logits,
 ):  # fmt: skip
-    """Draw all levels: fill the distributions and tokens of `draws`, a tuple of the fields of
-    `levels.Draws`.
+    """Draw all levels: fill distributions and tokens of `draws` (`levels.Draws`).
 
     after_logits: address of `draw`, which `model_pass.run` calls after each pass. ends: [L, 4] ends
     of each level's rows, sequences, parts and distributions in the arrays of all passes;

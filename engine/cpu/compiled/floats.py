@@ -1,6 +1,4 @@
-"""Numbers of float32 and bfloat16 in Numba, for kernels of a CPU: bits, order, exponential
-function.
-"""
+"""Numbers of float32 and bfloat16 in Numba: bits, order, exponential function."""
 
 # Numba sees arguments only when it is run, and an intrinsic's body handles them as a list.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
@@ -66,9 +64,7 @@ def number_of_half(bits):
 
 
 def widened(value):
-    """Convert an array's number to float32; bfloat16 is stored as unsigned 16 bits, float16 as
-    signed.
-    """
+    """Convert a number to float32; bfloat16 is stored as uint16, float16 as int16."""
     raise NotImplementedError
 
 
@@ -105,9 +101,7 @@ def to_bfloat16(value):
 
 @compiled_for_cpu(**EXACT)
 def exponential(value):
-    """Return e to the power of a float32 number, from -87 to 88, within two units in the last
-    place.
-    """
+    """Return e to a float32 number from -87 to 88, within two units in the last place."""
     bounded = min(max(value, np.float32(-87)), np.float32(88))
     power = np.floor(bounded * np.float32(1.44269504) + np.float32(0.5))
     rest = bounded - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)
@@ -124,9 +118,7 @@ def exponential(value):
 
 @compiled_for_cpu(**EXACT)
 def order(value):
-    """Map a float32 number to an integer with the same order; NaN comes first or last, by its
-    sign.
-    """
+    """Map a float32 number to an integer of the same order; NaN is first or last."""
     bits = np.int32(_bits_of(value))
     return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
 

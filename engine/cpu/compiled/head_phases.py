@@ -1,6 +1,4 @@
-"""Phases of the CPU's decoder that heads alone have: norms of the target's states, convolutions
-over a block, and the product `TERM` after a pass.
-"""
+"""Phases of heads alone: norms of the target's states, convolutions, and `TERM`."""
 
 # Numba sees a kernel's arguments only when it is run.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
@@ -39,8 +37,8 @@ def normalise(address, phase):
 def convolve(address, phase, number, side, field):
     """Convolve each row of every block with the rows before it in the block, in place.
 
-    number: index of the convolution, two for each layer; side: 0 before a part of the layer, 1
-    after it.
+    number: index of the convolution, two for each layer; side: 0 before a part of the
+    layer, 1 after it.
     """
     table = table_at(address)
     rows = array2(table, field, np.float32)
@@ -77,10 +75,9 @@ def term():
 
 @compiled_for_cpu(nogil=True)
 def run_term(shared, function, table, memory, terms):
-    """Write the product `TERM` of memory [N, r] to terms [N, at least V], with the cores of the
-    last pass.
+    """Write the product `TERM` of memory [N, r] to terms [N, at least V].
 
-    function: address of `term`.
+    With the cores of the last pass. function: address of `term`.
     """
     put2(table, pass_table.MEMORY, memory)
     put2(table, pass_table.LOGITS, terms)

@@ -52,8 +52,7 @@ def store(numbers, place):
 
 @compiled_for_cpu(**FAST)
 def turn_and_store(joined, num_heads, norms, has_norms, eps, turns, places):
-    """Normalise and rotate the queries and keys of a row of q, k and v, and store its keys and
-    values.
+    """Normalise and rotate a row of q, k and v, and store its keys and values.
 
     norms: [1, 2, D] of queries and of keys, or [0, 2, D] if there are none; turns: cosines and
     sines; places: [H_kv, D] of keys and of values.

@@ -1,5 +1,4 @@
-"""One pass of a decoder like Llama in one Numba function: from tokens to logits, on any number of
-cores.
+"""One pass of a decoder like Llama in one Numba function, on any number of cores.
 
 The caller and its helpers (`shared_work.py`) run `_work` over one table of arrays, in phases: the
 rows of a norm, blocks of columns of a product, K/V heads of a sequence in attention. Weights have
@@ -33,9 +32,7 @@ _ROWS = 8
 """Rows of a part of those phases that go row by row."""
 LAYER_PHASES = 14
 OTHER_PHASES = 7
-"""Most phases of a layer (six of them are convolutions of heads), and most phases outside of
-layers.
-"""
+"""Most phases of a layer (six are convolutions of heads), and outside of layers."""
 
 
 @compiled_for_cpu(inline="always")
@@ -54,8 +51,7 @@ def _write_rotation(position, frequencies, factor, cosines, sines):
 
 @compiled_for_cpu(**FAST)
 def _begin(address, phase, word_type, scale_type):
-    """Write embeddings of the tokens, normed states of the rows after them, and the rotation of all
-    rows.
+    """Write embeddings, normed states of the rows after them, and all rotations.
 
     If the first layer reads states, write its inputs in place of the embeddings.
     """
@@ -161,9 +157,7 @@ def _rotate(address, phase, layer, kv_type):
 
 @compiled_for_cpu(**FAST)
 def _attend(address, phase, layer, kv_type):
-    """Write the attention of all rows. A part of the phase is rows of a sequence and one K/V
-    head.
-    """
+    """Write the attention of all rows; a part is a sequence's rows and one K/V head."""
     table = table_at(address)
     parts = array2(table, pass_table.PARTS, np.int64)
     keys = array4(table, pass_table.KEYS, kv_type)[layer]
@@ -269,9 +263,7 @@ def _convolve_first(address, phase, number):
 
 @compiled_for_cpu()
 def _convolve_last(address, phase, number):
-    """Convolve the summands of the hidden states, if the model has convolutions; return the next
-    phase.
-    """
+    """Convolve the summands of the states, if any; return the next phase."""
     if table_at(address)[pass_table.KERNELS, 1] == 0:
         return phase
     convolve(address, phase, number, 1, pass_table.SUMMAND)
@@ -286,9 +278,7 @@ def work():
 
 @cache
 def beginning(word_type, scale_type):
-    """Return the C function of the first phase, for embeddings of numpy types of words and
-    scales.
-    """
+    """Return the C function of the first phase, by numpy types of words and scales."""
 
     def begin(address, phase, _1, _2, _3, _4):
         _begin(address, phase, word_type, scale_type)
@@ -323,8 +313,7 @@ def functions_for(embedding: tuple[Any, Any], kv_type: Any) -> npt.NDArray[np.in
 
 @compiled_for_cpu(nogil=True)
 def run(shared, function, table, after_logits, tokens, slots, wanted, parts, seen, positions, states, logits):
-    """Run a pass: write its arrays into the table and call `function`, the address of `work`, with
-    all cores.
+    """Run a pass: fill the table, and call `function` (address of `work`) on all cores.
 
     seen: `StepLayout.seen`; states: see `decoder.CpuDecoder.states_of`; after_logits: address of a
     function that runs after the logits as the last phase, or 0 (`draw_loop.py` draws there).

@@ -1,5 +1,4 @@
-"""Table of a pass: the arrays that the decoder (`model_pass.py`) reads and writes, by their
-addresses and sizes.
+"""Table of a pass: addresses and sizes of the arrays that the decoder uses.
 
 The C functions of a pass take the address of a table, so helper threads find all data there.
 """
@@ -68,9 +67,9 @@ MEMORY = 67  # [N, r] rows of the product `TERM`
 DRAW_FIELDS = 68  # the first field of `draw_loop.py`
 NUM_FIELDS = 82
 COLUMNS = 5
-"""Columns of a table: the address of an array, and up to four sizes."""
+"""Address of an array, and up to four sizes."""
 FIELDS_OF_TOKENS = HIDDEN, NORMED, ATTENDED, SUMMAND, INNER, GATED, ENTERING, ROW_KERNELS
-"""Working arrays with a row for each token of a pass."""
+"""Working arrays with a row for each token."""
 # Numbers of a piece of a product: blocks of its weight that have one layout. First the addresses of
 # its function, of the words [N / B, words, B], of the scales [N / B, rows, width] and of the
 # layer's bias.

@@ -1,6 +1,4 @@
-"""Product phase of the CPU's decoder: rows with a layer's weight, whose pieces may have several
-layouts.
-"""
+"""Product phase of the CPU's decoder: rows with weights of several layouts."""
 
 # Numba sees a kernel's arguments only when it is run.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"
@@ -34,8 +32,7 @@ def _num_parts_of_blocks(table, num_blocks):
 
 @compiled_for_cpu()
 def multiply(address, phase, layer, field, source, target):
-    """Write the product of the rows of one field with a layer's weight to another field, in parts
-    of whole blocks.
+    """Write the product of a field's rows with a layer's weight to another field.
 
     For the product of gate and up, each part also writes `gate` of its columns to `GATED`.
     """
@@ -59,8 +56,9 @@ def multiply(address, phase, layer, field, source, target):
 
 @compiled_for_cpu()
 def _operands_of_piece(address, place, first, last, source, target, word_type, scale_type):
-    """Return the operands of the product that writes those of the result's blocks `first` to `last`
-    that a piece has; place: address of the piece.
+    """Return the operands of the product with a piece's blocks of `first` to `last`.
+
+    place: address of the piece.
     """
     table = table_at(address)
     piece = carray(pointer_to(place), (pass_table.PIECE,), np.int64)

@@ -1,6 +1,4 @@
-"""The random numbers of a step in one Numba kernel; `noise.uniform` is the specification and the
-oracle.
-"""
+"""The random numbers of a step in one Numba kernel; `noise.uniform` specifies them."""
 
 # Numba sees a kernel's arguments only when it is run.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-unimported, no-untyped-call"

@@ -1,5 +1,4 @@
-"""Rows of the vocabulary in Numba, on a CPU: distributions, their filters, and draws from a
-distribution or from the surplus of one over another.
+"""Rows of the vocabulary in Numba: distributions, filters, and draws.
 
 Torch writes a row for each of its operations, which takes microseconds. Here a distribution reads
 its logits twice. A draw reads the sums of tiles, and then the tile that contains the token. The
@@ -26,19 +25,17 @@ TILE = 1024
 _SMALL_TILE = 64
 """Tokens whose largest logit decides whether top-k looks at them."""
 _DIGIT = 10
-"""Bits of an order that `edge_of` decides in a pass. It is a radix search over 31 bits, in passes
-of 11, 10 and 10 bits. Probabilities and logits that are not positive have no further bits.
+"""Bits of an order that `edge_of` decides in a pass.
+
+A radix search over 31 bits, in passes of 11, 10 and 10 bits. Probabilities and logits that are not
+positive have no further bits.
 """
 _LEAST_ORDER = 0x7F800001
 """Distance of the order of minus infinity from 0."""
 _MOST_ROUGH = 0.999
-"""From this top-p on, `keep_nucleus` leaves out no token in advance: rounding could exceed its
-margin.
-"""
+"""Least top-p without tokens left out in advance: rounding could exceed the margin."""
 _LEAST_LOG = np.float32(-87)
-"""Tokens whose logit over temperature is this far below the largest have probability 0: it would be
-below 2e-38.
-"""
+"""Logit over temperature below the largest with probability 0: it is below 2e-38."""
 # No reciprocals: that of a tiny temperature overflows.
 _DIVIDED = FAST | {"fastmath": {"contract", "reassoc", "nsz"}}
 
@@ -114,9 +111,7 @@ def edge_of(values, weights, needed, first_order):
 
 @compiled_for_cpu(**EXACT)
 def keep_nucleus(distribution, top_p):
-    """Keep the smallest set of most likely tokens of a row with mass >= top_p, ties included, and
-    normalise it.
-    """
+    """Keep a row's smallest set with mass >= top_p, with ties, and normalise it."""
     # Tokens below share less than half of what may be left out; rounding of the others stays within
     # the other half.
     least = np.float32(0.5 * (1 - top_p) / len(distribution)) if top_p < _MOST_ROUGH else np.float32(0)
@@ -137,9 +132,7 @@ def keep_nucleus(distribution, top_p):
 
 @compiled_for_cpu(**EXACT)
 def _largest_of_tiles(logits, peaks):
-    """Write the largest logit of each small tile; return (the largest of all, whether any is
-    NaN).
-    """
+    """Write the largest logit of each small tile; return (largest of all, any NaN)."""
     most, has_nan = np.int32(-0x80000000), False
     for tile in range(len(peaks)):
         largest = np.int32(-0x80000000)
@@ -201,8 +194,7 @@ def _likely_distribution(logits, temperature, least_log, top_k, top_p, distribut
 
 @compiled_for_cpu(**EXACT)
 def filtered_distribution(logits, temperature, least_log, top_k, top_p, distribution):
-    """Compute the distribution of one row after its filters; return the largest logit, or NaN if
-    any is NaN.
+    """Compute a row's filtered distribution; return the largest logit, or NaN.
 
     least_log: logarithm of min_p.
     """
@@ -245,11 +237,10 @@ def sum_of(target, draft, weight, uses_surplus, start, stop):
 
 @compiled_for_cpu(**FAST)
 def draw_from(target, draft, weight, uses_surplus, uniform):
-    """Draw a token from the surplus, if `uses_surplus` and there is any, else from the target's
-    distribution.
+    """Draw from the surplus, if `uses_surplus` and there is any, else from the target.
 
-    The first token whose cumulative mass exceeds `uniform` times the sum is drawn, as in
-    `draw.categorical`.
+    The first token whose cumulative mass exceeds `uniform` times the sum is
+    drawn, as in `draw.categorical`.
     """
     width = len(target)
     num_tiles = (width + TILE - 1) // TILE
@@ -292,9 +283,7 @@ def draw(distribution, rows, uniforms, tokens):
 
 
 def arrays_of(filters: Filters, num_rows: int) -> tuple[npt.NDArray[Any], ...]:
-    """Return ([N] logarithms of min_p, top_k, top_p); a missing filter has the value that keeps all
-    tokens.
-    """
+    """Return ([N] logarithms of min_p, top_k, top_p), which keep all without a filter."""
     min_p_N, top_k_N, top_p_N = filters[:3]
     least_log_N = None if min_p_N is None else min_p_N.log()
     return (

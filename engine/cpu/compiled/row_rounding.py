@@ -1,5 +1,4 @@
-"""Rows that are rounded for dot products (`dot_products.py`): each by itself, so that it does not
-depend on other rows.
+"""Rows rounded for dot products, each by itself.
 
 Rows are rounded to 8 bits, with a scale for every `GROUP` of their numbers, or to bfloat16 for
 weights in pairs of it.
@@ -141,8 +140,7 @@ def _error(group, scale):
 
 @compiled_for_cpu(error_model="numpy", nogil=True)
 def best_scales(groups):
-    """Return [N] scales of groups [N, `GROUP`]: of twenty scales, the one with the least squared
-    error of the numbers in 4 bits.
+    """Return [N] scales of groups [N, `GROUP`]: the best of twenty in 4 bits.
 
     With these scales the largest number of a group becomes a number from -8.4 to
     -7.5, or from 5.8 to 7.2, before it is cut off at -8 or 7.

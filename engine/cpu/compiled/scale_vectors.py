@@ -1,6 +1,4 @@
-"""Vectors of the scales of weights in few bits, as LLVM instructions, by the layouts of
-`stored_words.py`.
-"""
+"""Vectors of scales of weights in few bits, as LLVM instructions."""
 
 # mypy: disable-error-code="no-any-unimported, no-untyped-call"
 

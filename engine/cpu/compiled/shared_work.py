@@ -1,9 +1,9 @@
 """Share the work of one call among cores, in Numba.
 
 The caller and helper threads run the same function over the same table of arrays. It runs in
-phases, and threads claim the parts of a phase one by one. No thread waits for a helper to begin: if
-a helper is late, or its core is busy, other threads do the parts. A phase ends when all its parts
-are done.
+phases, and threads claim the parts of a phase one by one. No thread waits for a helper to
+begin: if a helper is late, or its core is busy, other threads do the parts. A phase ends when
+all its parts are done.
 
 Between two calls a helper polls for work, and yields its core to other threads that want it; after
 a while it sleeps.
@@ -35,17 +35,16 @@ _NEXT = 0
 _DONE = 8
 _MOST_HELPERS = 255
 _GATE, _CALL, _BUSY, _FUNCTION, _TABLE, _WANTED, _HELPERS = range(0, 7 * 8, 8)
-"""Places in the state that caller and helpers share, each with a cache line. The lines of helpers
-follow: whether the helper sleeps, and its semaphore.
+"""Places in the state that caller and helpers share, a cache line each.
+
+Lines of helpers follow: whether the helper sleeps, and its semaphore.
 """
 _OPEN = 1 << 32
 """Bit in the gate, above the number of helpers inside."""
 _POLLS_BEFORE_YIELD = 2000
 """Polls, with a pause after each, before a waiting core yields: tens of microseconds."""
 _YIELDS_BEFORE_SLEEP = 5000
-"""Yields before a helper sleeps: milliseconds on an idle core, so that it is awake for the next
-step.
-"""
+"""Yields before a helper sleeps: milliseconds, to be awake for the next step."""
 
 _LONG = ir.IntType(64)
 _give_way = types.ExternalFunction("sched_yield", types.int32())
@@ -127,8 +126,7 @@ def c_function(function):
 
 @njit  # not from Numba's cache: a generator that it loads cannot be used in code that it compiles
 def claimed(counters, phase, num_parts):
-    """Yield the parts of a phase that this thread claims; return when all threads have done their
-    parts.
+    """Yield the parts of a phase that this thread claims, until all are done.
 
     counters: address of [phases, `PHASE_SIZE`] int64, all 0 before the first phase.
     """
@@ -158,8 +156,7 @@ def _wait(looks):
 
 @compiled_for_cpu()
 def _sleep_until_called(state, number, last_call):
-    """Sleep unless there was a call after the last one; return the number of the last call that
-    this helper has taken part in, or skips.
+    """Sleep unless there was a call after the last one; return the last call's number.
 
     The helper announces its sleep and then looks for a call again, so it misses no wake-up. It
     skips a call that does not want it. Otherwise that call would keep it from sleeping later.
@@ -201,9 +198,7 @@ def _help(shared, number):
 
 @compiled_for_cpu()
 def together(shared, function, table, num_helpers):
-    """Call the function at an address with a table's address, here and in helpers; return when all
-    returned.
-    """
+    """Call the function at an address with a table's address, here and in helpers."""
     state = np.int64(shared.ctypes.data)
     if num_helpers <= 0 or not _try_lock(state):
         call(function, table, 0, 0, 0, 0, 0)
@@ -234,9 +229,7 @@ class Team:
         self._num_helpers = 0
 
     def grow(self, num_helpers: int) -> int:
-        """Start helpers up to this number, if the system supports them; return the number that a
-        call may use.
-        """
+        """Start helpers up to this number if possible; return how many a call may use."""
         num_helpers = min(num_helpers, _MOST_HELPERS) if CAN_SHARE else 0
         for number in range(self._num_helpers, num_helpers):
             _prepare_helper(self.shared, number)

@@ -19,9 +19,7 @@ from llvmlite import ir
 from numba.core.registry import cpu_target
 
 FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-"""Features of the processor for which Numba compiles: this one, or that of NUMBA_CPU_NAME and
-NUMBA_CPU_FEATURES.
-"""
+"""Features that Numba compiles for: this processor's, or NUMBA_CPU_FEATURES."""
 LANES = 16 if {"+avx512f", "+avx512bw"} <= set(FEATURES) else 8 if "+avx2" in FEATURES else 4
 """Numbers of a vector."""
 VECTORS = 2
@@ -30,8 +28,9 @@ BLOCK = VECTORS * LANES
 """B, columns of a block."""
 _HAS_FEW_REGISTERS = LANES < 16 and any(feature.startswith(("+sse", "+avx")) for feature in FEATURES)
 MOST_ROWS = 6 if _HAS_FEW_REGISTERS else 12
-"""Rows whose sums, with a block's vectors, fit the registers. SSE and AVX2 have 16 registers,
-AVX-512 and ARM have 32.
+"""Rows whose sums fit the registers with a block's vectors.
+
+SSE and AVX2 have 16 registers, AVX-512 and ARM have 32.
 """
 MOST_BLOCKS = 4
 """Blocks that few rows process at once: sums of a single block would wait for each other."""
@@ -63,9 +62,7 @@ def ints(value: int) -> Any:
 
 
 def blocks_at_once(num_rows: int) -> int:
-    """Return the number of blocks that this many rows process at once, if their sums are all that
-    registers hold.
-    """
+    """Return the blocks that this many rows process at once, by registers."""
     return max(1, MOST_BLOCKS // num_rows)
 
 
@@ -112,9 +109,7 @@ class Emitter:
         return self.builder.fadd(product, added, flags=["contract"])
 
     def load_columns(self, address: Any, num_blocks: int) -> list[Any]:
-        """Load float32 numbers of all columns of some blocks that follow each other, at an
-        address.
-        """
+        """Load float32 numbers of all columns of consecutive blocks."""
         return [self.load(VECTOR, address, 4 * LANES * vector, 4) for vector in range(num_blocks * VECTORS)]
 
     def store_rows(self, sums: Sums, address: Any, stride: Any) -> None:
@@ -125,9 +120,7 @@ class Emitter:
                 self.store(one, place, 4 * LANES * vector)
 
     def repeat(self, start: Any, stop: Any, width: int, sums: Sums, body: Callable[[Any, Sums], Sums]) -> Sums:
-        """Return the sums after `body(step, sums)` for steps from `start` to `stop`; there is at
-        least one.
-        """
+        """Return the sums after `body(step, sums)` for one step or more."""
         builder = self.builder
         before = builder.block
         loop = builder.append_basic_block("loop")

@@ -1,5 +1,4 @@
-"""Words and scales of weights that are multiplied by dot products (`dot_products.py`), and their
-values.
+"""Words and scales of weights multiplied by dot products (`dot_products.py`).
 
 A weight is an array [N / B, words, B]; a word is one element of it. Layouts of a block, by the
 numpy type of the words:

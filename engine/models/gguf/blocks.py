@@ -1,5 +1,4 @@
-"""Weights as GGUF files have them, in blocks of few bits, and their numbers as the CPU's products
-store them.
+"""Weights of GGUF files in blocks of few bits, as the CPU's products store them.
 
 Each type maps exactly: a product multiplies the numbers that the file's blocks stand for, and
 nothing is quantised a second time. Layouts of blocks: ggml's `block_q4_0` and the like;
@@ -131,9 +130,7 @@ class BlockType(NamedTuple):
 
 
 def unpacked(weight: BlockTensor) -> StoredNumbers:
-    """Return a weight's numbers as its form stores them; raise LoadError for scales that are not
-    finite.
-    """
+    """Return a weight's stored numbers; raise LoadError for scales that are not finite."""
     if weight.type in FLOATS:
         return StoredNumbers(weight.raw.view(FLOATS[weight.type]), [])
     size = GGML_QUANT_SIZES[weight.type][1]
@@ -195,9 +192,7 @@ def _q8_0(blocks: Tensor) -> StoredNumbers:
 
 
 def _six_bits(blocks: Tensor) -> list[Tensor]:
-    """Return the scales of a record: bits of the factors, the second negative; bytes of scales and
-    of minima.
-    """
+    """Return a record's scales: factors' bits, and bytes of scales and minima."""
     packed = blocks[..., 4:16]
     low, middle, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat([low & 63, high & 15 | low >> 6 << 4], -1)

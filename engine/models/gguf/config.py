@@ -1,5 +1,4 @@
-"""Writes the configuration that transformers would have of a GGUF file, by a table for each
-architecture of llama.cpp.
+"""Writes transformers' configuration of a GGUF file, by architecture.
 
 Keys that no table reads are refused, because they may change what the model computes. Values that
 llama.cpp's converter does not write are those of the published models.
@@ -16,16 +15,12 @@ from engine.models.gguf.keys import CONVERT_AGAIN, OTHER_FORMAT, Keys
 from engine.models.gguf.rope import rope_of, rope_of_phi3
 
 _WIDE_LAYERS = {"gemma2": 46, "gemma3": 62}
-"""Layers of the models of 27 B parameters, whose attention is scaled by another width. llama.cpp
-knows them by this number, too.
-"""
+"""Layers of the 27 B models, whose attention is scaled otherwise (as llama.cpp does)."""
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
-    """Return the content of config.json, without its tokens; raise LoadError for a model that would
-    be served wrongly.
-    """
+    """Return config.json without tokens; raise LoadError for a model not served."""
     read = _TABLES.get(file.architecture)
     if read is None:
         raise LoadError(
@@ -47,9 +42,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 
 def vocab_size(file: GgufFile) -> int:
-    """Return the number of tokens; raise LoadError if it is not that of the embeddings' and the
-    head's rows.
-    """
+    """Return the number of tokens; raise LoadError if rows have another."""
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise LoadError(

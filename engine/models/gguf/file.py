@@ -36,9 +36,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     """Shape in torch's order: a linear layer's weight is (outputs N, inputs K)."""
     data: np.ndarray
-    """uint8 view of the memory-mapped file: [N, bytes of a row], or [bytes] of a tensor of one
-    dimension.
-    """
+    """uint8 view of the mapped file: [N, bytes of a row], or [bytes]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +54,7 @@ class GgufFile:
 
 
 def open_file(path: Path) -> GgufFile:
-    """Open a file, or all parts if it is one of several; raise LoadError for files that are
-    missing, cut off, damaged or do not belong together.
-    """
+    """Open all parts of a file; raise LoadError for missing or damaged ones."""
     paths = parts_of(path)
     missing = [part.name for part in paths if not (part.is_file() or part.is_symlink())]
     if missing:
@@ -103,9 +99,7 @@ def _mapped(path: Path) -> np.ndarray:
 
 
 def _check_parts(paths: tuple[Path, ...], headers: list[Header]) -> None:
-    """Raise LoadError for files that are not the parts that their names say, or not of one
-    model.
-    """
+    """Raise LoadError for files that are not the parts of one model."""
     first = headers[0].metadata
     for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
         _check_part(path, header.metadata, number, len(paths))

@@ -1,5 +1,4 @@
-"""Derives the folder that transformers would have of a GGUF file: everything but the weights, which
-stay in the file.
+"""Derives transformers' folder of a GGUF file, but for the weights.
 
 The rest of the daemon then works on this folder as on any model's. It is written once for a file of
 a name, size and time of change, next to the daemon's measurements in the user's cache.
@@ -40,8 +39,7 @@ _RENAMED = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 
 
 def folder_of(path: Path, cache: str = CACHE, needs_tokenizer: bool = True) -> Path:
-    """Return the folder of a GGUF file, or of a model in parts; raise ConfigError or LoadError if
-    it cannot be served.
+    """Return the folder of a GGUF file; raise ConfigError or LoadError.
 
     path: the file, or any of its parts. cache: folder in which it is stored, of `EngineConfig`;
     "off" stores it until this process ends. needs_tokenizer: else a tokenizer that cannot be used
@@ -196,9 +194,7 @@ def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer(file: GgufFile) -> TokenizerFiles:
-    """Return the tokenizer of a file; raise ConfigError or LoadError for one that cannot be
-    used.
-    """
+    """Return a file's tokenizer; raise ConfigError or LoadError if unusable."""
     vocab_size(file)
     try:
         return tokenizer_files(file.metadata)

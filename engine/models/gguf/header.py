@@ -91,9 +91,7 @@ def read_header(path: Path, content: np.ndarray) -> Header:
 
 
 def _begin(words: _Words) -> tuple[int, int]:
-    """Return the number of tensors and of key-values; raise LoadError for a file that cannot be
-    read at all.
-    """
+    """Return the numbers of tensors and key-values; raise LoadError if unreadable."""
     if words.take(4) != b"GGUF":
         raise words.fault("it does not begin as GGUF files do")
     version = words.number("I")
@@ -165,9 +163,7 @@ class _Words:
             raise self.fault(f"a text that is not UTF-8 ({text[:40]!r})") from error
 
     def value(self, key: str) -> Any:
-        """Return the next value with its type: a number, a text, a list of texts or an array of
-        numbers.
-        """
+        """Return the next value: a number, text, list of texts or array."""
         kind = self.number("I")
         if kind == GGUFValueType.ARRAY:
             return self._items(key)

@@ -1,6 +1,4 @@
-"""Key-values of one architecture, read with their types. Keys that nobody has read are refused:
-they may change what the model computes.
-"""
+"""Key-values of an architecture, with types; unread keys are refused."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ OTHER_FORMAT = "serve the same model in transformers format"
 CONVERT_AGAIN = "choose another file of the model, or convert the model again"
 """Ways out. A file that can be read is not improved by a second download."""
 _HARMLESS = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
-"""Keys that change nothing: the list of tokens has their number, and how a model was trained is
-past.
-"""
+"""Keys that change nothing."""
 
 
 class Keys:
@@ -61,9 +57,7 @@ class Keys:
         return value
 
     def expect(self, key: str, values: Iterable[object], served: str) -> None:
-        """Raise LoadError for a value that is none of `values`; served: what is served, for the
-        message.
-        """
+        """Raise LoadError for a value that is none of `values`; served: for the message."""
         value = self._scalar(key, None, is_needed=False)
         if value is not None and value not in values:
             raise self.fault(key, f"is {value!r}, which is not served; {served}")

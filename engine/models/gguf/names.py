@@ -1,5 +1,4 @@
-"""Finds the GGUF file that a name means: a file, a folder with one model, or
-`owner/repository:TYPE` on the hub.
+"""Finds the GGUF file of a name: a file, a folder, or `owner/repository:TYPE`.
 
 On the hub, TYPE is a part of the file's name, such as Q4_K_M, as for llama.cpp. A repository
 without config.json needs no TYPE if it has one model, or one of the type Q4_K_M. Not for: what is
@@ -37,9 +36,7 @@ log = logging.getLogger("polydraft")
 _SUFFIX = ".gguf"
 _PREFERRED = "Q4_K_M"
 _NO_MODELS = re.compile(r"mmproj|imatrix", re.IGNORECASE)
-"""Parts of names of GGUF files that are no models: projectors of images, and statistics for
-quantisation.
-"""
+"""Parts of names of other GGUF files: projectors of images, statistics."""
 _TYPE = re.compile(
     r"(?<![a-z0-9])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|B?F16|F32))(?=[-.]|$)",
     re.IGNORECASE,
@@ -48,11 +45,9 @@ _SHOWN = 12
 
 
 def with_folders(config: EngineConfig) -> EngineConfig:
-    """Return a configuration that names folders in place of GGUF files; `given_names` has their
-    names.
+    """Return a configuration with folders in place of GGUF files (`given_names`).
 
-    Checks that target and draft model exist: raise ConfigError, or LoadError for a file that cannot
-    be served.
+    Raise ConfigError for missing models, or LoadError for a file that cannot be served.
     """
     model, cache = config.model, config.profile_cache
     has_other_tokenizer = model.tokenizer not in (None, model.target)
@@ -110,8 +105,7 @@ def _folder_of(path: Path, cache: str, needs_tokenizer: bool = True) -> str:
 
 
 def local_file(name: str) -> Path | None:
-    """Return the GGUF file, or the first part, that the name of a file or of a folder means; None
-    for other names.
+    """Return the GGUF file, or first part, of a file's or folder's name, or None.
 
     Raise ConfigError for a folder with GGUF files that are no model, or several.
     """
@@ -189,9 +183,7 @@ def _chosen(name: str, models: list[str], kind: str) -> str:
 
 
 def _with_type(models: list[str], kind: str) -> list[str]:
-    """Return the models with a type in their names: as a word (not Q4_K of Q4_K_M), else
-    anywhere.
-    """
+    """Return the models with a type in their names, as a word or else anywhere."""
     word = re.compile(rf"(?<![a-z0-9]){re.escape(kind)}(?![a-z0-9_])", re.IGNORECASE)
     whole = [model for model in models if word.search(model)]
     # Unsloth's dynamic types are named UD-Q4_K_XL: a plain type means the plain file if there are
@@ -201,9 +193,7 @@ def _with_type(models: list[str], kind: str) -> list[str]:
 
 
 def _listed(repository: str, revision: str | None, name: str) -> tuple[list[str], Path | None]:
-    """Return the names of a repository's files, with the folder in the cache if only the cache was
-    asked.
-    """
+    """Return (names of a repository's files, the cache's folder if it was offline)."""
     hub = hub_client()
     fault: str | None = "HF_HUB_OFFLINE"
     if not hub.is_offline_mode():

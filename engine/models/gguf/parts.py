@@ -10,9 +10,7 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
 
 
 def parts_of(path: Path) -> tuple[Path, ...]:
-    """Return the names of all parts of the model that a file belongs to, which is the file alone if
-    it is no part.
-    """
+    """Return the names of all parts of a file's model."""
     mark = _PART.search(path.name)
     if mark is None or not 1 <= int(mark[1]) <= int(mark[2]):
         return (path,)

@@ -1,5 +1,4 @@
-r"""Splits of a text before byte-level BPE, by the name that a GGUF file has for them
-(`tokenizer.ggml.pre`).
+r"""Splits of a text before byte-level BPE, by `tokenizer.ggml.pre`.
 
 A split is a sequence of regular expressions in Oniguruma's syntax. Each divides the pieces of the
 previous one: its matches become pieces, and so does the text between matches. The table has
@@ -74,9 +73,7 @@ class PreTokenization:
     """Treatment of texts by llama.cpp for a name in `tokenizer.ggml.pre`."""
 
     patterns: tuple[str, ...]
-    """Regular expressions in the order of their use; characters outside ASCII are spelled as
-    Python's escapes.
-    """
+    """Regular expressions in order; characters outside ASCII are escapes."""
     has_whole_pieces: bool = False
     """A piece that is a token is not made by merges (`ignore_merges`)."""
     adds_begin: bool = False
@@ -142,9 +139,7 @@ PRE_TOKENIZERS = {name: kind for names, kind in _GROUPS.items() for name in name
 
 
 def pre_tokenization(name: str) -> PreTokenization:
-    """Return the treatment of a name; raise ConfigError, which lists the known names, for an
-    unknown one.
-    """
+    """Return the treatment of a name; raise ConfigError, with the known names."""
     if name not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise ConfigError(

@@ -117,12 +117,11 @@ def _scaling(keys: Keys, context: int) -> dict[str, Any]:
 
 
 def llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """Return transformers' parameters of the type llama3 for the divisors of the frequencies that a
-    file has; None if there are none.
+    """Return transformers' parameters of llama3 for a file's divisors, or None.
 
-    Only the quotients of the parameters count, so three unknown numbers follow from two divisors
-    between the extremes: between them, the weight of the plain frequency is linear in the
-    frequency.
+    Only the quotients of the parameters count, so three unknown numbers follow from two
+    divisors between the extremes: between them, the weight of the plain frequency is
+    linear in the frequency.
     """
     if factors.shape != (head_dim // 2,) or not np.all(np.isfinite(factors)) or factors.min() < 1:
         return None
@@ -145,9 +144,7 @@ def llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[str
 
 
 def _divisors(scaling: Mapping[str, float], frequencies: np.ndarray) -> np.ndarray:
-    """Return the divisors of frequencies by llama3's parameters, as llama.cpp's converter writes
-    them.
-    """
+    """Return divisors by llama3's parameters, as llama.cpp's converter does."""
     low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     share = np.clip((turns - low) / (high - low), 0, 1)

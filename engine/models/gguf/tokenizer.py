@@ -1,9 +1,9 @@
 """Builds the tokenizer of a GGUF file, with the same tokens as llama.cpp.
 
-Two models of tokenizers are known: `gpt2`, byte-level BPE with merges, and `llama`, SentencePiece's
-BPE, which merges the pair whose token has the highest score. transformers' converters are not used,
-because they ignore the file's pre-tokenizer. Not for: chat messages, and files of a transformers
-folder.
+Two models of tokenizers are known: `gpt2`, byte-level BPE with merges, and `llama`,
+SentencePiece's BPE, which merges the pair whose token has the highest score. transformers'
+converters are not used, because they ignore the file's pre-tokenizer. Not for: chat messages, and
+files of a transformers folder.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class _Built:
 def tokenizer_files(metadata: Mapping[str, Any]) -> TokenizerFiles:
     """Build the tokenizer of a GGUF file from its metadata.
 
-    Raises ConfigError for a tokenizer model or pre-tokenizer that is not known, and for a damaged
-    vocabulary.
+    Raises ConfigError for a tokenizer model or pre-tokenizer that is not known, and
+    for a damaged vocabulary.
     """
     model = metadata.get("tokenizer.ggml.model")
     if model not in _BUILDERS:
@@ -122,8 +122,10 @@ _BUILDERS: dict[Any, Callable[[Mapping[str, Any], GgufVocabulary], _Built]] = {
     "llama": _sentence_piece,
 }
 _DEFAULT_ROLES: dict[Any, dict[str, int]] = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}
-"""Roles of files that name none. llama.cpp also takes token 11 of byte-level BPE for both ends,
-which is text in most vocabularies, so no default is taken there.
+"""Roles of files that name none.
+
+llama.cpp also takes token 11 of byte-level BPE for both ends, which is text in most vocabularies,
+so no default is taken there.
 """
 
 
@@ -143,9 +145,7 @@ def _check_order(vocabulary: GgufVocabulary) -> None:
 
 
 def _merges_by_score(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
-    """Return all divisions of tokens into two tokens, first the divisions of the token with the
-    highest score.
-    """
+    """Return all divisions of tokens into two, by the token's score."""
     parts = {token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind != TokenType.BYTE}
     by_score = sorted(range(len(vocabulary.tokens)), key=lambda number: -vocabulary.scores[number])
     merges = []
@@ -160,8 +160,8 @@ def _merges_by_score(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
 def _add_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary, name: str) -> None:
     """Add the tokens that are found in a text before it is split.
 
-    name: the model's, because llama.cpp drops white space after the special tokens of Phi-3, as its
-    author does.
+    name: the model's, because llama.cpp drops white space after the special tokens of Phi-3,
+    as its author does.
     """
     drops_spaces = any(family in name.lower() for family in ("phi-3", "phi3"))
 
@@ -175,9 +175,7 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary, name: str) -> 
 
 
 def _added_role(metadata: Mapping[str, Any], vocabulary: GgufVocabulary, role: str, by_default: bool) -> str | None:
-    """Return the text of the token that is added at an end of each text, `bos` or `eos`; None if
-    none is added.
-    """
+    """Return the token added at a text's end, `bos` or `eos`, or None."""
     key = f"tokenizer.ggml.add_{role}_token"
     if not metadata.get(key, by_default):
         return None
@@ -218,9 +216,7 @@ def _templates(metadata: Mapping[str, Any], vocabulary: GgufVocabulary, begin: s
 
 
 def _begins_with(begin: str, template: str, special: Mapping[str, str]) -> bool:
-    """Return whether a chat template begins a chat with this token; True if it renders none, so
-    that it is not changed.
-    """
+    """Return whether a template begins a chat with this token, or renders none."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     for messages in _SHORT_CHATS:

@@ -1,9 +1,8 @@
-"""Reads the vocabulary of a GGUF file from its metadata: tokens, their types, and tokens with a
-role.
+"""Reads a GGUF file's vocabulary: tokens, types, and roles.
 
-Types and roles are corrected by tokens' texts as in llama.cpp (llama-vocab.cpp), because many files
-have wrong ones: texts that end answers, and marks of infilling, are control tokens. Not for:
-splitting texts.
+Types and roles are corrected by tokens' texts as in llama.cpp (llama-vocab.cpp), because
+many files have wrong ones: texts that end answers, and marks of infilling, are control
+tokens. Not for: splitting texts.
 """
 
 from __future__ import annotations
@@ -53,9 +52,7 @@ class GgufVocabulary:
     merges: tuple[tuple[str, str], ...]
     """Pairs of texts in the order of their merging; empty if the file has none."""
     roles: Mapping[str, int]
-    """Id of each role that the file names: `bos`, `eos`, `eot`, `eom`, `unknown`, `padding`,
-    `fim_pre` ...
-    """
+    """Id of each role in the file: `bos`, `eos`, `eot`, `eom`, `fim_pre` ..."""
 
     @cached_property
     def ids(self) -> dict[str, int]:

@@ -38,9 +38,7 @@ _OF_CONFIG = {"phi3": {LONG, SHORT}}
 _GATES_AND_UPS = "mlp.experts.gate_up_proj"
 """Weight of transformers that is two tensors of a file."""
 _WITH_SHIFTED_NORMS = frozenset({"gemma2", "gemma3"})
-"""Architectures whose norms multiply by 1 + weight in transformers, and by the weight in
-llama.cpp.
-"""
+"""Architectures whose norms multiply by 1 + weight in transformers."""
 _TRANSPOSED = {"gpt2": ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")}
 """Endings of the tensors whose rows are columns in transformers, by architecture."""
 
@@ -127,9 +125,7 @@ def load_model(name: str, file: GgufFile, config: Any, dtype: torch.dtype | None
 
 
 def _tensors_of(file: GgufFile, places: Iterable[str], num_layers: int) -> dict[str, list[StoredTensor]]:
-    """Return the tensors of each weight, by the weight's path; raise LoadError if some are left on
-    either side.
-    """
+    """Return each weight's tensors, by path; raise LoadError if some are left."""
     architecture = next(key for key, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
     known = get_tensor_name_map(architecture, num_layers)
     names = {path: _names(path, known) for path in places}
@@ -196,8 +192,7 @@ def _weight(
 
 
 def _ordered(file: GgufFile, stored: StoredTensor, config: Any) -> Tensor:
-    """Return a tensor's numbers with their rows in transformers' order: rows as blocks, or a vector
-    in float32.
+    """Return a tensor's rows in transformers' order, as blocks or float32.
 
     llama.cpp pairs neighbours when it rotates models of the architecture llama, and its files have
     the rows of queries and keys in an order for this.

@@ -1,6 +1,4 @@
-"""The terminal chat without a terminal: origins of text, the conversation, and what a model may
-write.
-"""
+"""The terminal chat without a terminal: origins of text, the conversation, control characters."""
 
 from __future__ import annotations
 

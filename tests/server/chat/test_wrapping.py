@@ -12,9 +12,7 @@ PIECES = st.lists(st.text(alphabet="ab \n", max_size=12), max_size=20)
 
 @given(pieces=PIECES, num_columns=st.integers(4, 20))
 def test_no_word_that_fits_is_broken(pieces: list[str], num_columns: int) -> None:
-    """The words are those of the text, whatever the pieces are, and no line is too long for the
-    terminal.
-    """
+    """The words are those of the text, whatever the pieces are, and no line is too long."""
     wrap = WordWrap(num_columns)
     printed = [part for number, piece in enumerate(pieces) for part in wrap.feed(str(number), piece)]
     lines = "".join(text for _, text in [*printed, *wrap.flush()]).split("\n")

@@ -257,16 +257,17 @@ CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n1"
     [
         (POST + b"x: ", b"a" * 16384),
         (POST, b"a" * 16384),
-        (POST, b"".join(b"x: %d\r\n" % number for number in range(4096))),
+        (POST, b"x:\r\n" * 1300),
         (CHUNKED + b";x=", b"a" * 16384),
         (CHUNKED + b"\r\na\r\n0\r\nx: ", b"a" * 16384),
-        (CHUNKED + b"\r\na\r\n0\r\n", b"x: y\r\n" * 4096),
+        (CHUNKED + b"\r\na\r\n0\r\n", b"x:\r\n" * 1300),
     ],
     ids=["value", "name", "headers", "chunk extension", "trailer", "trailers"],
 )
 def test_bytes_around_a_body_are_bounded(server: Server, first: bytes, piece: bytes) -> None:
+    """Many short headers have few bytes, but each counts for more."""
     wire = server.connect()
-    server.send(wire, first, *[piece] * 20)
+    server.send(wire, first, *[piece] * 5)
     assert wire.statuses == [431]
 
 

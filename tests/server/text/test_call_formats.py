@@ -32,9 +32,7 @@ STREAMED = [form for form in SPELL if form not in (*TAGGED, "response_template")
 
 
 def every_cut(answer: str) -> list[list[str]]:
-    """An answer as a whole, character by character, and in two pieces with the cut at each
-    character.
-    """
+    """Return an answer whole, by characters, and in two pieces at each cut."""
     return [[answer], list(answer), *([answer[:cut], answer[cut:]] for cut in range(1, len(answer)))]
 
 
@@ -42,9 +40,7 @@ def every_cut(answer: str) -> list[list[str]]:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("form", SPELL)
 def test_calls_are_read_the_same_at_every_cut(form: str, case: str) -> None:
-    """The table of formats: what stands in strings and code is no mark, and every split reads as
-    the whole.
-    """
+    """What stands in strings and code is no mark."""
     calls = CASES[case]
     answer = BEFORE[form] + SPELL[form](calls)
     for pieces in every_cut(answer) if len(answer) < 1000 else every_cut(answer)[:2]:
@@ -134,9 +130,7 @@ def test_text_may_stand_behind_calls(form: str) -> None:
 
 @pytest.mark.parametrize("form", SPELL)
 def test_a_call_that_is_cut(form: str) -> None:
-    """It has the arguments so far if they are passed on as they come, and is text if not; it is not
-    complete.
-    """
+    """It has the arguments so far if they are passed on, and is text if not."""
     answer = SPELL[form]([PARIS])
     end = len(answer) - len(answer.partition('< is", "days": 3')[2]) if form not in TAGGED else len(answer) - 13
     for length in range(answer.index("weather") + 7, end):
@@ -192,9 +186,7 @@ def test_the_second_call_is_dropped_without_parallel_calls(form: str) -> None:
 
 @pytest.mark.parametrize("form", SPELL)
 def test_reading_takes_a_step_for_each_character(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No text is looked at again and again while a long call comes: what is kept between pieces
-    stays short.
-    """
+    """What is kept between pieces stays short."""
     code = 'if a < b: print("x")  # {[</\n' * 3500
     answer = SPELL[form]([("add", {"code": code})])
     reader = ToolCalls(ToolUse(TOOLS, form, True, forced=False), RESPONSE_TEMPLATE)
@@ -227,9 +219,7 @@ VALUES = st.recursive(
 @settings(deadline=None, max_examples=500, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(schema=SCHEMAS, value=VALUES)
 def test_arguments_without_types_get_those_of_the_schema(schema: dict[str, Any], value: Any) -> None:
-    """Whatever value of a schema a model writes as plain text, the argument that is read is
-    valid.
-    """
+    """The argument that is read is valid for any value of a schema."""
     parameters = {"type": "object", "properties": {"x": schema}, "$defs": DEFINITIONS}
     if not jsonschema.Draft202012Validator(parameters).is_valid({"x": value}):
         return
@@ -246,9 +236,7 @@ def test_arguments_without_types_get_those_of_the_schema(schema: dict[str, Any],
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-1e999"])
 def test_numbers_that_no_json_has_make_no_call(number: str) -> None:
-    """Clients could not read the arguments. If the name comes first, they have been sent by
-    then.
-    """
+    """If the name comes first, they have been sent by then."""
     answer = f'<tool_call>{{"arguments": {{"x": {number}}}, "name": "weather"}}</tool_call>'
     assert read("hermes", [answer]) == (answer, [])
 

@@ -1,6 +1,4 @@
-"""Grammars of calls, walked at random: the format's reader reads back what they allow, with
-arguments of the schema.
-"""
+"""Grammars of calls, walked at random, are read back by their formats."""
 
 from __future__ import annotations
 
@@ -206,9 +204,7 @@ def test_forced_calls_are_read_back(model_of: Callable[[str, bool], Model], form
 def test_strict_calls_in_free_text_are_read_back(
     model_of: Callable[[str, bool], Model], form: str, are_special: bool
 ) -> None:
-    """Each call that the text begins is a right one; of other functions only the names are
-    right.
-    """
+    """Of other functions only the names are right."""
     model = model_of(form, are_special)
     strict, (_, free) = tools(strict=True)[0], tools()
     use = ToolUse((strict, free), form, True, forced=False)

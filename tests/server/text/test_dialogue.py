@@ -1,6 +1,4 @@
-"""The format of calls is the one that reads a call of the chat template back; what is not read is
-said at start.
-"""
+"""The format of calls is the one that reads the template's call back."""
 
 from __future__ import annotations
 
@@ -147,9 +145,7 @@ def test_thoughts_that_are_not_separated_are_said(
 def test_a_variant_that_a_template_cannot_render_is_no_fault(
     models: TinyModels, rendering_log: pytest.LogCaptureFixture
 ) -> None:
-    """SmolLM2's template adds texts, so a content of None is a mistake; calls without a text are
-    only a variant.
-    """
+    """SmolLM2's template adds texts, so a content of None is a mistake there."""
     template = "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}"
     assert "no place for tools" in found(models, template).tools_refusal
     assert not rendering_log.records

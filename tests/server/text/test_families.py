@@ -1,5 +1,4 @@
-"""Dialogues of the families that people serve: each row is right, whole and streamed, or refused by
-name.
+"""Dialogues of families: each row is right, streamed too, or refused by name.
 
 The models are scripted (`families.py`): a mark in the system prompt, a tool, a call or a result is
 answered only if the template has brought it to the model. The model is its own draft.

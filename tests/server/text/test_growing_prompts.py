@@ -1,5 +1,4 @@
-"""A prompt only grows at its end: the prompt of a longer conversation begins with the earlier one,
-so that its K/V is cached.
+"""A prompt only grows at its end, so that its K/V is cached.
 
 Every template that comes with the server or the tests renders every conversation turn by turn.
 """
@@ -43,17 +42,16 @@ CONVERSATIONS = (
     *("S A U A U", "U C U A U", "S U C A U A U", "U A S C A U", "U C A U TC A U", "U TC A U C A U", "U C A U CC A U"),
     *("U H U H U", "U HC A U A U"),
 )
-"""Turns by letters: system prompt, user, answer, thoughts and answer (H), calls with results (C),
-text before a call (TC), thoughts before a call (HC).
+"""Turns: system prompt, user, answer, thoughts and answer (H), calls with results (C).
+
+Also text before a call (TC), and thoughts before a call (HC).
 """
 BY_TEMPLATE = {
     "tools": {"mistral", "family mistral_v3", "family mistral_v11"},
     "system": {"mistral", "family mistral_v3"},
     "thoughts": {"qwen3", "harmony", "family qwen3", "family glm4"},
 }
-"""Templates that move a part themselves: they show tools or the system prompt in the user's last
-turn, or thoughts (harmony: also text) before a call until the user's next turn.
-"""
+"""Templates that move a part: tools, the system prompt, or thoughts before a call."""
 TOOL = {
     "type": "function",
     "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
@@ -149,9 +147,7 @@ def test_prompts_only_grow_at_their_end(name: str) -> None:
 
 
 def test_a_late_system_prompt_that_the_template_moves_is_said_by_the_user() -> None:
-    """Shown first, in another turn's place, or in the place of what the template says without
-    one.
-    """
+    """Shown first, in another turn's place, or in place of a default."""
 
     def hoisted(messages: Any, *_: Any) -> str:
         system = "".join(one["content"] for one in messages if one["role"] == "system")

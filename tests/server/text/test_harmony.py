@@ -1,8 +1,7 @@
-"""Answers of gpt-oss, in channels: thoughts, text and calls are separated for any pieces, and over
-HTTP in every API.
+"""Answers of gpt-oss in channels, for any pieces, and over HTTP.
 
-The model is scripted by its weights and drafts for itself. Its tokens and its template have the
-format of gpt-oss.
+The model is scripted by its weights and drafts for itself. Its tokens and its template have
+the format of gpt-oss.
 """
 
 from __future__ import annotations
@@ -115,9 +114,7 @@ def test_messages_in_any_pieces_are_separated_alike(case: Any, data: st.DataObje
 
 
 def write_harmony(folder: Path) -> Path:
-    """A scripted model with the marks of gpt-oss. Its channels are single tokens, and `<|end|>`
-    ends no answer.
-    """
+    """A scripted model with gpt-oss's marks; `<|end|>` ends no answer."""
     folder.mkdir()
     tokenizer = json.loads((TOKENIZER / "tokenizer.json").read_text())
     words = [(mark, True) for mark in SPECIAL] + [(word, False) for word in ("analysis", "final", "assistant")]
@@ -265,9 +262,7 @@ def test_a_forced_call_has_no_thinking_budget(client: httpx.Client) -> None:
 
 
 def test_history_is_rendered_for_the_template(folder: Path) -> None:
-    """Thoughts and text next to a call, two calls of one turn, and thoughts before an answer, which
-    are dropped.
-    """
+    """Thoughts and text next to a call; thoughts before an answer are dropped."""
     tokenizer = Tokenizer(str(folder))
     calls = [
         {"type": "function", "id": name, "function": {"name": name, "arguments": {"a": 1}}} for name in ("add", "sub")

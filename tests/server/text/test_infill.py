@@ -1,6 +1,4 @@
-"""Prompts of gaps: order and marks of each family, texts that spell marks, and the flag for other
-models.
-"""
+"""Prompts of gaps: order and marks of families, and texts that spell marks."""
 
 from __future__ import annotations
 
@@ -102,9 +100,7 @@ def test_marks_that_a_text_spells_are_text(tmp_path: Path, special: bool) -> Non
 
 @pytest.mark.parametrize("kind", ["llama", "metaspace"])
 def test_a_suffix_gets_no_space_of_its_own(tmp_path: Path, kind: str) -> None:
-    """Tokenizers that add a space before a text do so for the prefix, which begins one, and not for
-    the suffix.
-    """
+    """Tokenizers that add a space do so for the prefix alone."""
     made = spacing(kind)
     made.add_special_tokens(["▁<PRE>", "▁<SUF>", "▁<MID>"])
     made.save(str(tmp_path / "tokenizer.json"))

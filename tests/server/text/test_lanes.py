@@ -19,9 +19,7 @@ def free() -> Iterator[threading.Event]:
 
 
 def names(prefix: str, others: set[threading.Thread]) -> list[str]:
-    """Threads of this name, without those that were there before: tokenizers of other tests may
-    have some.
-    """
+    """Return threads of this name, without those that were there before."""
     return sorted(thread.name for thread in {*threading.enumerate()} - others if thread.name.startswith(prefix))
 
 

@@ -1,6 +1,4 @@
-"""Special tokens that messages spell are text: in every part of a chat, with the families'
-tokenizers and templates.
-"""
+"""Special tokens that messages spell are text, in every part of a chat."""
 
 from __future__ import annotations
 

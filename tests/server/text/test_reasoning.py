@@ -155,9 +155,7 @@ def client(thinking: Daemon) -> Iterator[httpx.Client]:
 
 
 def test_a_chat_has_thoughts_beside_its_content(client: httpx.Client) -> None:
-    """Whole and streamed, with the number of their tokens; the grammar has the opening tag in the
-    answer itself.
-    """
+    """Whole and streamed, with the number of their tokens."""
     whole = client.post("/v1/chat/completions", json=ASKED | GRAMMAR | {"seed": 3}).json()
     message = whole["choices"][0]["message"]
     assert message["reasoning"] == message["reasoning_content"]
@@ -247,9 +245,7 @@ def test_responses_have_a_reasoning_item(client: httpx.Client) -> None:
 
 
 def test_a_reasoning_item_goes_back(client: httpx.Client) -> None:
-    """A client that stores nothing sends the output as it came; the template shows the thought once
-    more.
-    """
+    """A client that stores nothing sends the output as it came."""
     call = {"model": MODEL, "seed": 3, "temperature": 1, "include": ["reasoning.encrypted_content"], **GRAMMAR}
     user = {"role": "user", "content": "hello"}
     output = client.post("/v1/responses", json=call | {"input": [user]}).json()["output"]
@@ -286,9 +282,7 @@ def test_strict_tools_leave_the_thinking_a_thought(client: httpx.Client) -> None
 
 
 def test_messages_have_a_thinking_block(thinking: Daemon) -> None:
-    """If the prompt has begun the thinking; in a stream too. The budget is one that max_tokens
-    keeps.
-    """
+    """If the prompt has begun the thinking; the budget is within max_tokens."""
     asked: Any = {"model": MODEL, "messages": ASKED["messages"], "thinking": {"type": "enabled", "budget_tokens": 1024}}
     with anthropic.Anthropic(base_url=thinking.url, api_key="unused", max_retries=0) as client:
         assert client.messages.create(**asked, max_tokens=1000).content[0].type == "thinking"
@@ -322,9 +316,7 @@ WRAPPED = [
 @given(st.sampled_from(WRAPPED), st.data())
 @settings(max_examples=300, deadline=None)
 def test_tags_around_the_rest_are_dropped(case: tuple[str, str], data: st.DataObject) -> None:
-    """In any pieces. GLM-4.1V, Hunyuan and Granite 3.3 write such answers, and their templates have
-    the tags.
-    """
+    """GLM-4.1V, Hunyuan and Granite 3.3 write such answers."""
     answer, expected = case
     marks = thought_marks("auto", "<think></think><answer></answer>{# <seed:think> #}")
     assert marks is not None

@@ -1,6 +1,4 @@
-"""Conversations through templates that take or show less than others, as functions; `test_turns.py`
-has real ones.
-"""
+"""Conversations through templates that take or show less than others."""
 
 from __future__ import annotations
 

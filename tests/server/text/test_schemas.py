@@ -1,6 +1,4 @@
-"""Schemas that zod 4 and pydantic 2 write: taken, or refused by the place of a keyword with a way
-out.
-"""
+"""Schemas of zod 4 and pydantic 2: taken, or refused with a way out."""
 
 from __future__ import annotations
 

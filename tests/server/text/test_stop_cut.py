@@ -23,9 +23,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
 
 
 def reference(text: str, stops: list[str], include: bool) -> tuple[str, bool]:
-    """The answer, and whether a stop string ended it: cut at the first moment at which one is
-    complete.
-    """
+    """Return (the answer, whether a stop string ended it), cut at the first moment."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -46,8 +44,8 @@ def reference_with_hidden(
 ) -> tuple[str, int | None]:
     """The answer, and the number of the word that completed a stop string; None if none did.
 
-    Words in `hidden` are left out of the answer. Stop strings that spell one are looked for in the
-    text with them.
+    Words in `hidden` are left out of the answer. Stop strings that spell one are looked for in
+    the text with them.
     """
     full = shown = ""
     places: list[int] = []
@@ -80,9 +78,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 @settings(deadline=None)
 @given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 40), max_size=12), include=st.booleans())
 def test_any_split_gives_the_cut_of_the_whole_text(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
-    """However the text arrives, what is released is the reference's answer, and never more on the
-    way.
-    """
+    """What is released is the reference's answer, and never more on the way."""
     expected, is_cut = reference(text, stops, include)
     cut = StopCut(stops, include)
     released = ""
@@ -132,9 +128,7 @@ SPECIAL = ["<|user|>", "<|system|>"]
 
 
 def random_case(random: Random, tokenizer: Tokenizer) -> tuple[list[int], list[str], bool]:
-    """(tokens, stop strings, whether they are included): pieces of text, some ending within a
-    character, and special tokens.
-    """
+    """Return (tokens, stop strings, whether they are included)."""
     text = "".join(random.choices(NAMES + random.choice([[], SPECIAL]), k=random.randint(1, 12)))
     tokens = tokenizer.encode(text, False)
     if random.random() < 0.3:
@@ -152,9 +146,7 @@ def random_case(random: Random, tokenizer: Tokenizer) -> tuple[list[int], list[s
 
 @pytest.mark.slow
 def test_ten_thousand_answers_are_cut_where_a_reference_cuts_them() -> None:
-    """Tokens in random accepted runs through the server's own `Choice`: text, reason and count
-    agree with the cut.
-    """
+    """Text, reason and count agree with the cut of `Choice`."""
     random, tokenizer = Random(5), Tokenizer(str(TOKENIZER))
     num_cut = num_by_special = 0
     for _ in range(10_000):

@@ -1,6 +1,4 @@
-"""From the fields of a body to a grammar: the text that the engine gets, and the refusals, each
-with its field.
-"""
+"""From a body's fields to a grammar, and refusals by field."""
 
 from __future__ import annotations
 
@@ -304,9 +302,7 @@ def test_closing_a_schema_leaves_the_given_one_and_its_order() -> None:
 
 
 def test_keywords_that_are_null_are_absent() -> None:
-    """Generators write them. A null that is a value stays, and so do properties with the name of a
-    keyword.
-    """
+    """A null that is a value stays, and so do properties of that name."""
     nulls = dict.fromkeys("type required enum properties items anyOf allOf $ref additionalProperties".split())
     inner = {"const": None, "default": None}
     odd = {**nulls, "type": "object", "properties": {"enum": {**nulls, **inner}}}

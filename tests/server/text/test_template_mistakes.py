@@ -1,6 +1,4 @@
-"""Templates that fail: by mistake, which is the operator's to correct, or on purpose, which is the
-client's.
-"""
+"""Templates that fail by mistake (the operator's), or on purpose (the client's)."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ def jinja(text: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def _without_limits_of_logs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log every warning, also after tests that have set up a server's log, which repeats none
-    within a minute.
-    """
+    """Log every warning, also after tests that set up a server's log."""
     monkeypatch.setattr(logging.getLogger("polydraft.rendering"), "filters", [])
 
 

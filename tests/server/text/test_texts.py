@@ -77,9 +77,7 @@ def test_no_token_stands_for_more_than_the_bound(tokenizer: Tokenizer, text: str
 
 
 def test_the_bound_is_not_larger_than_it_must_be(tokenizer: Tokenizer) -> None:
-    """The longest piece of the vocabulary, times what a normalizer may join; a larger bound refuses
-    little.
-    """
+    """The longest piece of the vocabulary, times what a normalizer may join."""
     longest = max(map(len, tokenizer._backend.get_vocab(with_added_tokens=True)))
     assert tokenizer.longest_token in (longest, 8 * longest)
 
@@ -141,9 +139,7 @@ class Watched:
 
 
 def test_no_call_holds_the_lock(tokenizer: Tokenizer) -> None:
-    """`encode` and `decode` of the library hold the interpreter's lock for the time of a whole
-    text.
-    """
+    """The library holds the interpreter's lock for the time of a whole text."""
     watched = Watched(tokenizer._backend)
     with patch.object(tokenizer, "_backend", watched):
         tokens = asyncio.run(tokenizer.run_encode("a b", True))
@@ -153,9 +149,7 @@ def test_no_call_holds_the_lock(tokenizer: Tokenizer) -> None:
 
 
 def test_a_text_that_cannot_fit_is_not_encoded(tokenizer: Tokenizer) -> None:
-    """One character more than the context can hold; one less is encoded and then refused by its
-    tokens.
-    """
+    """One character less is encoded and then refused by its tokens."""
     assert tokenizer.longest_token is not None
     limit = 10 * tokenizer.longest_token
     with calls_of(tokenizer, "encode") as calls, pytest.raises(RequestError) as refused:
@@ -217,9 +211,7 @@ def test_every_api_refuses_hopeless_texts_by_their_characters(
 
 @pytest.mark.slow
 def test_a_long_text_may_be_truncated_and_counted(http: httpx.Client) -> None:
-    """With `truncate_prompt_tokens` no length is refused, and counting has no context to fit
-    into.
-    """
+    """With `truncate_prompt_tokens` no length is refused."""
     text = "word " * 100_000
     cut = {"model": MODEL, "prompt": text, "truncate_prompt_tokens": 5, "max_tokens": 1}
     assert http.post("/v1/completions", json=cut).json()["usage"]["prompt_tokens"] == 5

@@ -75,9 +75,7 @@ def test_refusal_of_a_template_is_the_clients_mistake(template: str, variables: 
 @settings(deadline=None)
 @given(text=TEXT)
 def test_tokens_come_back_as_the_text(tokenizer: Tokenizer, text: str) -> None:
-    """Token by token, the detokenizer gives the text back, and no part of it is a replacement
-    character.
-    """
+    """Token by token, without a replacement character."""
     tokens = tokenizer.encode(text, add_special_tokens=False)
     detokenizer = tokenizer.detokenizer()
     parts = [detokenizer.step(token) for token in tokens]
@@ -87,9 +85,7 @@ def test_tokens_come_back_as_the_text(tokenizer: Tokenizer, text: str) -> None:
 
 
 def test_a_partial_character_is_held_back(tokenizer: Tokenizer) -> None:
-    """An emoji of several tokens appears with its last one; what was sent before ends on whole
-    characters.
-    """
+    """An emoji of several tokens appears with its last one."""
     tokens = tokenizer.encode(EMOJI, add_special_tokens=False)
     detokenizer = tokenizer.detokenizer()
     parts = [detokenizer.step(token) for token in tokens]
@@ -120,9 +116,7 @@ def test_spaces_before_words_are_kept(kind: str, tmp_path: Path) -> None:
 
 
 def test_bytes_that_are_no_character_are_replaced(tmp_path: Path) -> None:
-    """A byte that was released, one that begins a character, and text: decoding all three changes
-    the first.
-    """
+    """Decoding a released byte, a beginning of a character, and text changes the first."""
     inner = spacing("llama")
     inner.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
@@ -165,9 +159,7 @@ def test_a_special_token_without_a_role_is_special(tmp_path: Path) -> None:
 
 
 def test_a_chat_goes_through_the_template(tokenizer: Tokenizer) -> None:
-    """Roles become special tokens, the prompt starts with one BOS and ends where the assistant
-    begins.
-    """
+    """One BOS at the start, and the end is where the assistant begins."""
     tokens = asyncio.run(tokenizer.run_chat([{"role": "user", "content": "hello"}]))
     assert tokens.count(BOS) == 1
     assert tokens[0] == BOS
@@ -199,9 +191,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_sampling_defaults_come_from_the_model(tmp_path: Path) -> None:
-    """generation_config.json gives the defaults; without it, or for what it leaves out, they are
-    neutral.
-    """
+    """Without generation_config.json, or for what it leaves out, they are neutral."""
     assert generation_defaults(str(tmp_path)) == GenerationDefaults()
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps({"temperature": 0.5, "top_k": 7, "top_p": None, "max_length": 20}))
@@ -210,9 +200,7 @@ def test_sampling_defaults_come_from_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"temperature": "hot"}', '{"top_k": 2.5}'])
 def test_bad_sampling_defaults_are_refused(tmp_path: Path, content: str) -> None:
-    """A broken generation_config.json stops the start; it does not reach the engine with the first
-    request.
-    """
+    """It stops the start, and not the first request."""
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"generation_config\.json: cannot be used"):
         generation_defaults(str(tmp_path))

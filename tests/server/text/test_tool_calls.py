@@ -99,9 +99,7 @@ CASES: list[tuple[str, str, Any, list[tuple[str, str]]]] = [
 
 
 def read(form: str, pieces: list[str], parallel: bool = True) -> tuple[str, list[tuple[str, str]]]:
-    """(text, calls) of an answer that comes in pieces; what was passed on in pieces must be the
-    calls themselves.
-    """
+    """Return (text, calls) of an answer in pieces, which must be the calls themselves."""
     reader = ToolCalls(ToolUse(TOOLS, form, parallel, forced=False), TEMPLATE)
     text, streamed = "", []
     for number, piece in enumerate(pieces):
@@ -185,9 +183,7 @@ def test_a_call_that_the_length_has_cut_has_not_ended() -> None:
 @pytest.mark.parametrize("tokens_a_step", [1, 2, 3, 100])
 @pytest.mark.parametrize("form", [HERMES, LLAMA3_JSON])
 def test_tokens_behind_the_one_call_do_not_count(form: str, tokens_a_step: int) -> None:
-    """Whatever a step brings: usage, token ids and metrics are of the answer, which ends with its
-    call.
-    """
+    """Usage, token ids and metrics are of the answer, which ends with its call."""
     tokenizer = Tokenizer(str(TOKENIZER))
     call = (hermes if form == HERMES else llama)("add", "{}")
     own, behind = (tokenizer.encode(text, add_special_tokens=False) for text in (call, "\n and much more"))

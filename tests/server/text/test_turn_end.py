@@ -1,6 +1,4 @@
-"""A chat template's end of turn is compared with the end tokens, and a template that cannot be read
-stops the start.
-"""
+"""A chat template's end of turn is compared with the end tokens."""
 
 from __future__ import annotations
 

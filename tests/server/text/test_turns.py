@@ -1,6 +1,4 @@
-"""An answer with calls goes back as history, and the next turn's prompt says the same in the
-model's own words.
-"""
+"""An answer with calls goes back as history, and the next prompt says the same."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ def said(template: str, prompt: str) -> tuple[str, list[Call]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_answer_goes_back_as_history(tokenizer: Tokenizer, template: str, case: str) -> None:
-    """Answer, history, next turn: the same calls in the same order, the text before them, and every
-    result.
-    """
+    """The same calls in order, the text before them, and every result."""
     form = FORM_OF[template]
     text, reader = pieces_of(form, [BEFORE[form] + SPELL[form](CASES[case])])
     prompt = prompt_of(tokenizer, template, called(text, [(call.name, call.arguments) for call in reader.calls]))
@@ -152,9 +148,7 @@ SHOWN = "{% for m in messages %}[{{ m.role }}: {{ m.content }}{{ m.tool_calls | 
 
 
 def test_turns_of_agents_fit_templates_that_want_them_to_alternate(models: TinyModels) -> None:
-    """Coding agents send several system prompts, some of them late, and several texts of the user
-    in a row.
-    """
+    """Coding agents send several system prompts, and texts of the user in a row."""
     turns = [
         {"role": "system", "content": "You code."},
         {"role": "system", "content": "Skills."},
