@@ -27,11 +27,7 @@ class Server:
     observer: Observer
     model_name: str
     dialogue: Dialogue
-    """Format of the model's calls, and the parts of its answers that are not separated from
-    text.
-    """
-    has_thinking_switch: bool = False
-    """Whether the chat template has variables that switch thinking on or off."""
+    """Format of the model's part of a conversation, as found at start."""
     thoughts: ThoughtMarks | None = None
     """Marks around the thoughts in answers; None if answers have none."""
     infill: Infill | None = None

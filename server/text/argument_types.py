@@ -17,6 +17,10 @@ Schema = Mapping[str, Any] | bool
 
 _SPELLINGS = {"true": True, "false": False, "none": None, "null": None}
 """Values that some templates spell as Python does."""
+_CHECKED = frozenset(
+    {"type", "enum", "const", "properties", "required", "items", "additionalProperties", "title", "description"}
+)
+"""Keywords that `follows` checks, and annotations."""
 _MOST_STEPS = 200
 """Maximum number of references and combinations that are followed for one value."""
 
@@ -43,6 +47,14 @@ def is_value(text: str, key: str, parameters: Mapping[str, Any]) -> bool:
         json.loads(text)
         return True
     return False
+
+
+def follows(arguments: Any, parameters: Mapping[str, Any], is_exact: bool) -> bool:
+    """Return whether a call's arguments have the names and types of their schema.
+
+    is_exact: the schema must have no other keywords than those that are checked.
+    """
+    return _Schemas(parameters).follow({"type": "object", **parameters}, arguments, is_exact)
 
 
 def referred(root: Mapping[str, Any], reference: Any) -> Any:
@@ -115,6 +127,25 @@ class _Schemas:
             if branches and not any(self.admit(branch, value) for branch in branches):
                 return False
         return True
+
+    def follow(self, schema: Any, value: Any, is_exact: bool) -> bool:
+        """Return whether a value and its parts are admitted, with all required properties."""
+        if not isinstance(schema, Mapping):
+            return schema is not False
+        if is_exact and not schema.keys() <= _CHECKED:
+            return False
+        if not self.admit(schema, value):
+            return False
+        if isinstance(value, list):
+            return all(self.follow(schema.get("items"), one, is_exact) for one in value)
+        if not isinstance(value, dict):
+            return True
+        properties = schema.get("properties") or {}
+        if not set(schema.get("required") or ()) <= value.keys():
+            return False
+        if is_exact and not value.keys() <= properties.keys():
+            return False
+        return all(self.follow(properties.get(key), part, is_exact) for key, part in value.items())
 
     def at(self, schema: Any, key: str) -> Schema | None:
         """Return the schema of a property; None if the schema does not define it."""

@@ -82,6 +82,10 @@ class CallParts:
 class Reader(Protocol):
     """Reader of an answer's text, piece by piece."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the last text belongs to a call, or may."""
+
     def feed(self, text: str, output: CallParts) -> None:
         """Read a piece of text."""
 

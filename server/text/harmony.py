@@ -43,6 +43,9 @@ class HarmonyMessages:
     the answer.
     """
 
+    holds_call = False
+    has_called = False
+
     def __init__(self, prompt_end: str) -> None:
         """prompt_end: last part of the prompt, with the header that it has opened."""
         self._held = ""

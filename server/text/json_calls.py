@@ -50,6 +50,10 @@ class JsonRegions:
         self._follows_call = False
         """Whether only white space has followed the last call."""
 
+    @property
+    def is_open(self) -> bool:
+        return self._at in (_JsonState.OBJECT, _JsonState.BROKEN)
+
     def feed(self, text: str, output: CallParts) -> None:
         self._text = self._text[self._position :] + text
         self._position = 0
@@ -179,6 +183,10 @@ class JsonAnswer:
         self._is_text = False
         self._between = ""
         """Text before an object; it is part of the answer if the object is not a call."""
+
+    @property
+    def is_open(self) -> bool:
+        return self._calls.is_open
 
     def feed(self, text: str, output: CallParts) -> None:
         position = 0

@@ -35,6 +35,10 @@ class TemplateRegions:
         self._is_over = False
         """Whether the parser has failed; the rest is text."""
 
+    @property
+    def is_open(self) -> bool:
+        return self._in_region
+
     def feed(self, text: str, output: CallParts) -> None:
         """Read a piece of text, character by character: if the parser fails, the position is
         known.

@@ -1,11 +1,10 @@
-"""Marks around the thoughts of model families, found in their chat templates. A family is one line
-of the table.
+"""Marks around the thoughts of model families. Not for: finding a model's marks
+(`thought_probe.py`).
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 
@@ -19,8 +18,6 @@ class ThoughtMarks:
     """Text after closed thoughts, before further thoughts or the rest of the answer."""
     lead: str = ""
     """Text that begins the rest of the answer; "" if it begins without a mark."""
-    efforts: tuple[tuple[str, str], ...] = ()
-    """Efforts that the model does not know, each with the nearest that it knows."""
     wrapper: tuple[str, str] = ("", "")
     """Tags around the rest of the answer, which are not a part of it; "" if there are none."""
 
@@ -37,11 +34,7 @@ HARMONY = "harmony"
 DEEPSEEK_R1 = "deepseek_r1"
 MARKS: dict[str, ThoughtMarks] = {
     HARMONY: ThoughtMarks(
-        "<|channel|>analysis<|message|>",
-        "<|end|>",
-        "<|start|>assistant",
-        "<|channel|>final<|message|>",
-        (("none", "low"), ("minimal", "low"), ("xhigh", "high"), ("max", "high")),
+        "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>"
     ),
     "seed_oss": ThoughtMarks("<seed:think>", "</seed:think>"),
     "mistral": ThoughtMarks("[THINK]", "[/THINK]"),
@@ -55,24 +48,3 @@ MARKS: dict[str, ThoughtMarks] = {
     DEEPSEEK_R1: ThoughtMarks("<think>", "</think>"),
 }
 THINK = MARKS["qwen3"]
-_WRAPPERS = (("<answer>", "</answer>"), ("<response>", "</response>"))
-"""Tags of GLM-4.1V and Hunyuan, and of Granite 3.3."""
-_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
-
-
-def thought_marks(setting: str, chat_template: str) -> ThoughtMarks | None:
-    """Return the marks of thoughts, by the setting or else by the chat template without its
-    comments; None if there are none.
-    """
-    if setting != "auto":
-        return MARKS.get(setting)
-    chat_template = _COMMENT.sub("", chat_template)
-    if "<|channel|>" in chat_template and "<|message|>" in chat_template:
-        return MARKS[HARMONY]
-    wrapper = next((tags for tags in _WRAPPERS if tags[1] in chat_template), ("", ""))
-    for marks in MARKS.values():
-        if marks.lead:
-            continue
-        if marks.close in chat_template or marks.open.strip() in chat_template:
-            return replace(marks, wrapper=wrapper)
-    return None

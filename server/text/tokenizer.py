@@ -14,12 +14,15 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import msgspec
+from jinja2 import meta
 from tokenizers.decoders import DecodeStream
 
 from engine.api import TEMPLATE_FAILED, ConfigError, RequestError, check_source
+from server.text.chat_variants import Messages
+from server.text.content_forms import ContentForm, content_form
 from server.text.lanes import Lanes, size_of_chat
 from server.text.plain_messages import PlainMessages
-from server.text.rendering import log_failure, render_conversation
+from server.text.rendering import Objects, log_failure, render_conversation
 from server.text.text_bounds import byte_characters, longest_token
 from server.text.time_limit import TookTooLong, run_limited
 
@@ -229,29 +232,20 @@ class Tokenizer:
         call_marks: texts with which the model's calls may begin. Raises RequestError if the
         template omits a part of the conversation.
         """
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         if not self._fast.chat_template:
             raise RequestError("this model has no chat template; use /v1/completions, or start with --chat-template")
         if self._plain is not None:
             messages, tools, documents = map(self._plain.escaped, (messages, tools, documents))
             variables = self._plain.escaped(variables)
+        plain_render: Callable[..., str] = partial(
+            self._render,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            **(variables or {}),
+        )
 
-        def render(
-            messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], documents: Sequence[dict[str, Any]]
-        ) -> str:
-            # Not by `apply_chat_template`, which drops a content of None. Some templates show calls
-            # only with None.
-            ((text, *_), _) = render_jinja_template(
-                [messages],
-                list(tools) or None,
-                list(documents) or None,
-                self._fast.get_chat_template(tools=list(tools) or None),
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-                **{**self._fast.special_tokens_map, **(variables or {})},
-            )
-            return str(text)
+        def render(messages: Messages, tools: Objects, documents: Objects) -> str:
+            return plain_render(self._content_form.of(messages), tools, documents)
 
         try:
             return render_conversation(render, messages, tools, documents, call_marks)
@@ -266,6 +260,32 @@ class Tokenizer:
             )
             message = "chat_template_kwargs: the chat template fails with these values, and not without them"
             raise RequestError(message, "chat_template_kwargs") from error
+
+    def _render(self, messages: Messages, tools: Objects, documents: Objects, **options: Any) -> str:
+        """Render messages as they are; raises the template's errors."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        # Not by `apply_chat_template`, which drops a content of None. Some templates show calls
+        # only with None.
+        ((text, *_), _) = render_jinja_template(
+            [messages],
+            list(tools) or None,
+            list(documents) or None,
+            self._fast.get_chat_template(tools=list(tools) or None),
+            **{**self._fast.special_tokens_map, **options},
+        )
+        return str(text)
+
+    @cached_property
+    def _content_form(self) -> ContentForm:
+        return content_form(partial(self._render, add_generation_prompt=True))
+
+    def template_variables(self) -> frozenset[str]:
+        """Return the names of the variables that the chat template reads and does not set."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        environment = _compile_jinja_template(self._fast.get_chat_template()).environment
+        return frozenset(meta.find_undeclared_variables(environment.parse(self._fast.get_chat_template())))
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of tokens."""

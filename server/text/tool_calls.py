@@ -17,7 +17,8 @@ from server.text.tools import ToolUse
 from server.text.xml_calls import XmlRegions
 
 
-def _reader(calls: Calls, use: ToolUse, response_template: dict[str, Any] | None) -> Reader:
+def call_reader(calls: Calls, use: ToolUse, response_template: dict[str, Any] | None) -> Reader:
+    """Return a new reader of the calls in an answer."""
     if use.format == LLAMA3_JSON:
         return JsonAnswer(calls)
     if use.format in XML_FORMATS:
@@ -38,7 +39,7 @@ class ToolCalls:
         self._held = ""
         """White space after a call; it becomes text if text follows."""
         self._follows_call = False
-        self._reader = _reader(self._calls, use, response_template)
+        self._reader = call_reader(self._calls, use, response_template)
 
     @property
     def calls(self) -> list[Call]:

@@ -144,6 +144,10 @@ class XmlRegions:
         self._text = ""
         self._quotes = True
 
+    @property
+    def is_open(self) -> bool:
+        return self._region is not None
+
     def feed(self, text: str, output: CallParts) -> None:
         self._text += text
         position = 0
