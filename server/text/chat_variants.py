@@ -19,7 +19,9 @@ from server.text.call_formats import LIST_MARK
 Messages = list[dict[str, Any]]
 
 _TEXT_BEFORE_CALLS = "text_before_calls"
-"""Key of a message whose content is None: its text, which belongs before its calls."""
+"""Key of a message whose content the template does not show: its text, which belongs before its
+calls.
+"""
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _LETTERS = string.ascii_letters + string.digits
 
@@ -39,12 +41,24 @@ def with_calls_as_text(messages: Messages) -> Messages:
     return result
 
 
-def with_calls_alone(messages: Messages, numbers: Collection[int]) -> Messages:
-    """Return the messages, those with these numbers with a content of None."""
+def with_calls_alone(messages: Messages, numbers: Collection[int], content: str | None = None) -> Messages:
+    """Return the messages, those with these numbers with another content than their text."""
     result: Messages = []
     for number, message in enumerate(messages):
         if number in numbers:
-            message = {**message, "content": None, _TEXT_BEFORE_CALLS: message["content"]}
+            message = {**message, "content": content, _TEXT_BEFORE_CALLS: text_of(message)}
+        result.append(message)
+    return result
+
+
+def with_texts_before_calls(messages: Messages, numbers: Collection[int]) -> Messages:
+    """Return the messages, those with these numbers with their text in a separate message."""
+    result: Messages = []
+    for number, message in enumerate(messages):
+        if number in numbers and "tool_calls" in message:
+            said = {key: value for key, value in message.items() if key not in ("tool_calls", _TEXT_BEFORE_CALLS)}
+            result.append({**said, "content": text_of(message)})
+            message = {"role": message["role"], "content": "", "tool_calls": message["tool_calls"]}
         result.append(message)
     return result
 
@@ -241,6 +255,8 @@ def refusal(kind: str, number: int) -> RequestError:
         return RequestError(f"{template} has no place for tools; see --chat-template", "tools")
     if kind == "documents":
         return RequestError(f"{template} has no place for documents; put them into a message", "documents")
+    if kind == "order":
+        return RequestError(f"messages.{number}: {template} shows it before its call; see --chat-template", "messages")
     ways_out = {
         "content": "leave the message out, or put its text into another one",
         "tool_calls": "leave the calls and their results out, or see --chat-template",

@@ -16,7 +16,7 @@ from engine.api import ConfigError
 from server.text.call_formats import RESPONSE_TEMPLATE, CallFormat, call_marks
 from server.text.probe import ANSWER, ARGUMENTS, NAME, TOOL, Probe, beyond
 from server.text.shipped_templates import advice_for
-from server.text.thinking_switch import ThinkingSwitch, thinking_switch
+from server.text.thinking_switch import ThinkingSettings, thinking_switch
 from server.text.thought_marks import MARKS, ThoughtMarks
 from server.text.thought_probe import found_marks, reads_thought, shown_thought
 from server.text.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ class Dialogue:
     """Lines for the log about what is not separated from text."""
     thoughts: ThoughtMarks | None = None
     """Marks around thoughts; None if answers have none."""
-    thinking: ThinkingSwitch = field(default_factory=ThinkingSwitch)
+    thinking: ThinkingSettings = field(default_factory=ThinkingSettings)
     """Settings of the chat template that turn thoughts on and off."""
 
 

@@ -3,11 +3,11 @@
 Templates differ in what they accept: arguments as an object or as text, ids of nine letters and
 digits, one call per message, no text next to thoughts and calls. The first variant that the
 template accepts is used. Then a copy of the conversation, with a marker word in each part, shows
-which parts the template omits. A system prompt that is omitted or refused moves into the user's
-first message, and one between turns becomes the user's in its place: a prompt only grows at its
-end. Calls after the first get messages of their turn, and omitted calls are rendered
-without content. Omitted text next to calls moves before the calls, and any other omitted part is
-refused by name.
+which parts the template omits or shows out of order. A system prompt that is omitted, refused or
+moved by later turns moves into the user's first message, and one between turns becomes the user's
+in its place: a prompt only grows at its end. Calls after the first get messages of their turn, and
+omitted calls are rendered without content. Text next to calls that is omitted or follows them moves
+before the calls, and any other omitted part is refused by name.
 
 Not for: thoughts. Most templates omit the thoughts of earlier turns on purpose.
 """
@@ -22,7 +22,7 @@ import json
 import logging
 import re
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ from server.text.chat_variants import (
     with_late_system_prompts_in_user,
     with_one_call_a_turn,
     with_system_in_user,
+    with_texts_before_calls,
 )
 
 log = logging.getLogger("polydraft.rendering")
@@ -67,6 +68,10 @@ def render_conversation(
     is_late = any(message["role"] == "system" for message in said[num_leading_system_prompts(said) :])
     if is_late and not _shows_late_system_prompts(render):
         said = with_late_system_prompts_in_user(said)
+    leading = range(num_leading_system_prompts(said))
+    has_user = any(message["role"] == "user" for message in said)
+    if leading and has_user and _moves_system_prompts(render):
+        said = with_system_in_user(said, leading)
     chat = _Chat(render, tools, documents)
     chat.take_any(said)
     if chat.missing("tools"):
@@ -80,9 +85,13 @@ def render_conversation(
         chat.take_any(with_calls_as_text(chat.messages))
     if chat.missing("python"):
         chat.take([with_arguments_as_text(chat.messages)])
+    if misplaced := {*chat.missing("order")}:
+        chat.take(with_calls_alone(chat.messages, misplaced, content) for content in ("", None))
     system = [number for number in chat.missing("content") if chat.messages[number]["role"] == "system"]
     if system:
         chat.take([with_system_in_user(chat.messages, system)])
+    if not marks and any(chat.messages[number].get("tool_calls") for number in chat.missing("content")):
+        chat.take([with_texts_before_calls(chat.messages, {*chat.missing("content")})])
     before_calls = [number for number in chat.missing("content") if chat.messages[number].get("tool_calls")]
     for kind, number in chat.parts_missing:
         if kind != "content" or number not in before_calls or not marks:
@@ -187,8 +196,13 @@ class _Chat:
         except Exception:  # the template depends on the content
             return []
         # One pass over the text, because there is a word for each of thousands of messages.
-        shown = set(_MARKER.findall(text))
-        missing = [(part.kind, part.number) for part in copies.parts if part.words and shown.isdisjoint(part.words)]
+        shown: dict[str, int] = {}
+        for marker in _MARKER.finditer(text):
+            shown.setdefault(marker[0], marker.start())
+        missing = [
+            (part.kind, part.number) for part in copies.parts if part.words and shown.keys().isdisjoint(part.words)
+        ]
+        missing += [("order", number) for number in copies.misplaced(shown)]
         python_keys = set(_PYTHON_KEY.findall(text))
         if any(part.words[0] in python_keys for part in copies.parts if part.kind == "tool_calls"):
             # The template writes the object in Python's syntax.
@@ -221,6 +235,28 @@ class _MarkedCopies:
         word = next(self._words)
         self.parts.append(_MarkedPart(kind, number, [word]))
         return word
+
+    def misplaced(self, places: Mapping[str, int]) -> list[int]:
+        """Return the numbers of messages whose text follows their calls, or whose result precedes
+        its call.
+
+        places: of the words that are shown.
+        """
+        texts: dict[int, int] = {}
+        calls: dict[int, int] = {}
+        for part in self.parts:
+            place = min((places[word] for word in part.words if word in places), default=None)
+            if place is not None and part.kind == "content":
+                texts[part.number] = place
+            elif place is not None and part.kind == "tool_calls":
+                calls[part.number] = min(place, calls.get(part.number, place))
+        late = [number for number, place in calls.items() if texts.get(number, -1) > place]
+        last_call = -1
+        for number, message in enumerate(self.messages):
+            last_call = calls.get(number, last_call)
+            if message["role"] == "tool" and texts.get(number, last_call) < last_call:
+                raise refusal("order", number)
+        return late
 
     def _message(self, message: dict[str, Any], number: int) -> dict[str, Any]:
         marked = dict(message)
@@ -269,6 +305,18 @@ def _shows_late_system_prompts(render: Render) -> bool:
     except Exception:  # templates raise jinja2's errors and any others
         return False
     return prompt.startswith(before) and _MARKER.findall(prompt) == words
+
+
+def _moves_system_prompts(render: Render) -> bool:
+    """Return whether the template shows a system prompt in another place after a further turn."""
+    roles = ("system", "user", "assistant", "user")
+    words = [f"Word{number:06d}" for number in range(len(roles))]
+    probe = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
+    try:
+        places = _MARKER.findall(render(probe, (), ()))
+    except Exception:  # templates raise jinja2's errors and any others
+        return False
+    return words[0] in places and places.index(words[0]) > 0
 
 
 def _with_tools_in_system(render: Render, messages: Messages, tools: Objects, documents: Objects) -> str:

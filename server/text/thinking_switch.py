@@ -43,7 +43,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class ThinkingSwitch:
+class ThinkingSettings:
     """Settings of one chat template."""
 
     off: Setting | None = None
@@ -92,11 +92,11 @@ class ThinkingSwitch:
         }
 
 
-def thinking_switch(probe: Probe, marks: ThoughtMarks | None) -> ThinkingSwitch:
+def thinking_switch(probe: Probe, marks: ThoughtMarks | None) -> ThinkingSettings:
     """Return the settings of a chat template; marks: around thoughts, if they are known."""
     if probe.plain is None:
-        return ThinkingSwitch()
-    return _Search(probe, marks).found()
+        return ThinkingSettings()
+    return _Search(probe, marks).settings()
 
 
 class _Search:
@@ -109,7 +109,7 @@ class _Search:
         self._switches = [name for name in self._names if self._is_switch(name)]
         self._on = Setting({name: self._turns_on(name) for name in self._switches if _effort_of(name) is None})
 
-    def found(self) -> ThinkingSwitch:
+    def settings(self) -> ThinkingSettings:
         accepted = self._accepted()
         off = self._off()
         is_off = off is not None and self._prompt(off) == self._probe.plain
@@ -123,7 +123,7 @@ class _Search:
         words = {_last_word(setting): self._thoughts(setting) for setting in accepted.values()}
         if off is not None and off.variables and not self._on.variables:
             words = {_last_word(off): self._thoughts(off), **words}
-        return ThinkingSwitch(off, on, nearest, words, default)
+        return ThinkingSettings(off, on, nearest, words, default)
 
     def _turns_on(self, name: str) -> bool:
         """Return the value of a switch with which thoughts may follow."""
@@ -189,11 +189,11 @@ class _Search:
     def _accepted(self) -> dict[Effort, Setting]:
         """Return the setting of each accepted word of effort."""
         by_name = {_effort_of(name): {**self._on.variables, name: True} for name in self._switches if _effort_of(name)}
-        found = {cast(Effort, word): Setting(variables) for word, variables in by_name.items()}
+        by_word = {cast(Effort, word): Setting(variables) for word, variables in by_name.items()}
         for name in self._names:
-            if name not in self._switches and not found:
-                found = {word: self._with(name, word) for word in self._words(name)}
-        return {word: found[word] for word in EFFORTS if word in found}
+            if name not in self._switches and not by_word:
+                by_word = {word: self._with(name, word) for word in self._words(name)}
+        return {word: by_word[word] for word in EFFORTS if word in by_word}
 
     def _with(self, name: str, word: str) -> Setting:
         return replace(self._on, variables={**self._on.variables, name: word})

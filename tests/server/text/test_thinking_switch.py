@@ -12,7 +12,7 @@ import pytest
 from server.text import thinking_switch
 from server.text.content_forms import ContentForm
 from server.text.dialogue import dialogue_of
-from server.text.thinking_switch import Setting, ThinkingSwitch, _Search
+from server.text.thinking_switch import Setting, ThinkingSettings, _Search
 from server.text.tokenizer import Tokenizer
 from tests.server.call_spellings import TEMPLATES
 from tests.server.tiny_models import TOKENIZER
@@ -40,14 +40,14 @@ FOUND: dict[str, tuple[Any, Any, str]] = {
 """Settings that turn thoughts off and on, and the words for the requested efforts."""
 
 
-def switch_of(template: str) -> ThinkingSwitch:
+def switch_of(template: str) -> ThinkingSettings:
     tokenizer = Tokenizer(str(TOKENIZER), template)
     found = dialogue_of(tokenizer, "auto", "auto").thinking
     tokenizer.close()
     return found
 
 
-def of_family(name: str) -> ThinkingSwitch:
+def of_family(name: str) -> ThinkingSettings:
     return switch_of((TEMPLATES / "families" / f"{name}.jinja").read_text())
 
 
