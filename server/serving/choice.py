@@ -133,6 +133,7 @@ class Choice:
             self._calls = ToolCalls(options.tools, tokenizer.response_template)
             if not options.tools.parallel:
                 self._counting_calls = ToolCalls(options.tools, tokenizer.response_template)
+        self._tools = options.tools
         self.call_ids: list[str] = []
         self._end_token_ids = options.end_token_ids
         self._lines: LineBounds | None = None
@@ -278,7 +279,9 @@ class Choice:
         """Return a piece of a call; the first piece of each call gets an id."""
         call_id = None
         if piece.name is not None:
-            call_id = "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
+            if self._tools is not None:
+                call_id = self._tools.call_id(piece.name, piece.index)
+            call_id = call_id or "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
             self.call_ids.append(call_id)
         return CallPiece(piece.index, call_id, piece.name, piece.arguments)
 

@@ -57,6 +57,16 @@ def follows(arguments: Any, parameters: Mapping[str, Any], is_exact: bool) -> bo
     return _Schemas(parameters).follow({"type": "object", **parameters}, arguments, is_exact)
 
 
+def part_of(schema: Mapping[str, Any], name: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of a property or of a list's elements (`item`); an unrestricted one if
+    there is none. root: resolves references.
+    """
+    found = _Schemas(root).at(schema, name)
+    if found is None and name == "item" and isinstance(schema.get("items"), Mapping):
+        found = schema["items"]
+    return found if isinstance(found, Mapping) else {}
+
+
 def referred(root: Mapping[str, Any], reference: Any) -> Any:
     """Return the schema of a reference within `root`; an unrestricted one if it does not exist."""
     if not isinstance(reference, str) or not reference.startswith("#"):

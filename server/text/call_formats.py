@@ -8,13 +8,15 @@ Not for: finding a model's format (`dialogue.py`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 CallFormat = Literal[
     "hermes", "llama3_json", "mistral", "mistral_v11", "tool_call_list", "qwen3_coder", "glm", "deepseek_v3",
-    "deepseek_v31", "harmony", "response_template",
+    "deepseek_v31", "harmony", "response_template", "falcon_h1", "nemotron_v2", "kimi_k2", "solar_open", "minimax_m2",
+    "minimax_m3", "deepseek_v32", "deepseek_v4", "hy3", "hy3_opensource", "gemma4", "lfm2", "pythonic", "kimi_k3",
 ]  # fmt: skip
 HERMES, LLAMA3_JSON, HARMONY, RESPONSE_TEMPLATE = "hermes", "llama3_json", "harmony", "response_template"
 
@@ -25,6 +27,13 @@ CALL_LIST, LIST_MARK = "tool_call_list", "<|tool_call|>"
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN, END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 FENCE = "```"
+KIMI_K2, KIMI_BEGIN, KIMI_END = "kimi_k2", "<|tool_call_begin|>", "<|tool_call_end|>"
+KIMI_SECTIONS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
+"""Marks of the published form, and of one that models write, too."""
+SOLAR_BEGIN, SOLAR_NAME = "<|tool_call:begin|>", "<|tool_call:name|>"
+DSML = "｜DSML｜"
+MINIMAX = "]<]minimax[>["
+"""Text with which every tag of MiniMax M3 begins."""
 _HARMONY_NAME = rf"(?:functions\.)?{_NAME}"
 _HARMONY_TYPE = r"\s{0,9}(?:<\|constrain\|>)?\s{0,9}\w{0,32}<\|message\|>" + _SPACE + r"\{"
 
@@ -45,17 +54,39 @@ class JsonFormat:
     """
     close: str | None = None
     """Mark that ends a call whose JSON is invalid."""
-    last: str | None = None
-    """Mark after all calls."""
+    last: tuple[str, ...] = ()
+    """Marks after all calls."""
     is_named: bool = field(default=False)
     """Whether the opening pattern contains the function's name and the object only the
     arguments.
     """
+    has_ids: bool = False
+    """Whether the name is a part of the call's id."""
 
 
 def _deepseek(head: str, before_end: str) -> JsonFormat:
     opens = {CALLS_BEGIN: f"{_SPACE}{BEGIN}{head}", BEGIN: head}
-    return JsonFormat(opens, f"{_SPACE}{before_end}{END}", END, CALLS_END, is_named=True)
+    return JsonFormat(opens, f"{_SPACE}{before_end}{END}", END, (CALLS_END,), is_named=True)
+
+
+def _list(begin: str, end: str) -> JsonFormat:
+    """Return a format with one list of calls between two marks; the last one may be missing."""
+    after = rf"{_SPACE}(?:(?P<more>,{_SPACE}\{{)|\])"
+    return JsonFormat({begin: rf"{_SPACE}\[{_SPACE}\{{"}, after, last=(end,))
+
+
+def _kimi() -> JsonFormat:
+    head = rf"{_SPACE}(?P<name>[^<>\s]{{1,200}}){_SPACE}<\|tool_call_argument_begin\|>{_SPACE}\{{"
+    begin = r"<\|tool_call_begin\|>"
+    sections = dict.fromkeys(KIMI_SECTIONS, f"{_SPACE}{begin}{head}")
+    return JsonFormat(
+        {**sections, KIMI_BEGIN: head},
+        rf"{_SPACE}<\|tool_call_end\|>",
+        KIMI_END,
+        ("<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
+        is_named=True,
+        has_ids=True,
+    )
 
 
 JSON_FORMATS: dict[str, JsonFormat] = {
@@ -68,10 +99,21 @@ JSON_FORMATS: dict[str, JsonFormat] = {
     "mistral_v11": JsonFormat(
         {"[TOOL_CALLS]": rf"{_SPACE}{_NAME}(?:\[CALL_ID\]\w{{1,99}})?(?:\[ARGS\])?{_SPACE}\{{"}, is_named=True
     ),
-    # Phi-4-mini and Granite 3 write one list of calls.
-    CALL_LIST: JsonFormat(
-        {LIST_MARK: rf"{_SPACE}\[{_SPACE}\{{"},
-        rf"{_SPACE}(?:(?P<more>,{_SPACE}\{{)|\](?:{_SPACE}<\|/tool_call\|>)?)",
+    # Phi-4-mini and Granite 3 write one list of calls, as Nemotron Nano v2 and Falcon-H1 do.
+    CALL_LIST: _list(LIST_MARK, "<|/tool_call|>"),
+    "nemotron_v2": _list("<TOOLCALL>", "</TOOLCALL>"),
+    "falcon_h1": _list("<tool_call>", "</tool_call>"),
+    KIMI_K2: _kimi(),
+    "solar_open": JsonFormat(
+        {
+            "<|tool_calls|>": rf"{_SPACE}{re.escape(SOLAR_BEGIN)}\w{{0,99}}{re.escape(SOLAR_NAME)}{_SPACE}{_NAME}"
+            rf"{_SPACE}<\|tool_call:args\|>{_SPACE}\{{",
+            SOLAR_BEGIN: rf"\w{{0,99}}{re.escape(SOLAR_NAME)}{_SPACE}{_NAME}{_SPACE}<\|tool_call:args\|>{_SPACE}\{{",
+        },
+        rf"{_SPACE}<\|tool_call:end\|>",
+        "<|tool_call:end|>",
+        ("<|calls|>",),
+        is_named=True,
     ),
     "deepseek_v3": _deepseek(rf"function{SEPARATOR}{_NAME}\n{FENCE}json\n{_SPACE}\{{", f"{FENCE}{_SPACE}"),
     # The recipient comes before or after the channel.
@@ -105,6 +147,49 @@ class XmlFormat:
     """End of a call."""
     padding: str = ""
     """Text at both ends of a value that is not a part of it."""
+    last: str = ""
+    """Text after all calls."""
+    body: Literal["", "json", "nested"] = ""
+    """Arguments that may stand in a call without tags of their own, or between nested tags."""
+
+
+_NEVER = "(?!)"
+_TAG = re.escape(MINIMAX)
+_KEY_TAG = r"[^<>\"\n]{1,200}"
+
+
+def _invokes(outer: str, mark: str, attributes: str, tag: str = "") -> XmlFormat:
+    """Return a format of calls with attributes.
+
+    outer: tag around all calls. mark: with which they begin. attributes: pattern after a
+    parameter's name. tag: text at the beginning of each tag's name.
+    """
+    return XmlFormat(
+        mark=mark,
+        opens=rf'(?:<{tag}{outer}>{_SPACE})?<{tag}invoke name="(?P<function>[^<>"\n]{{1,200}})">',
+        parameter=rf'<{tag}parameter name="(?P<key>{_KEY_TAG})"{attributes}>',
+        value_end=f"</{tag}parameter>",
+        closes=f"</{tag}invoke>",
+        last=f"</{tag}{outer}>",
+        body="json",
+    )
+
+
+def _dsml(outer: str) -> XmlFormat:
+    is_string = r'(?: string="(?P<is_string>true|false)")?'
+    return _invokes("(?:function_calls|tool_calls|calls)", f"<{DSML}{outer}>", is_string, f"{DSML} ?")
+
+
+def _hy3(suffix: str) -> XmlFormat:
+    s = re.escape(suffix)
+    return XmlFormat(
+        mark=f"<tool_calls{suffix}>",
+        opens=rf"(?:<tool_calls{s}>{_SPACE})?<tool_call{s}>{_SPACE}(?P<function>{_FUNCTION}){_SPACE}<tool_sep{s}>",
+        parameter=rf"<arg_key{s}>(?P<key>[^<>\n]{{1,200}})</arg_key{s}>{_SPACE}<arg_value{s}>",
+        value_end=f"</arg_value{s}>",
+        closes=f"</tool_call{s}>",
+        last=f"</tool_calls{s}>",
+    )
 
 
 XML_FORMATS: dict[str, XmlFormat] = {
@@ -123,6 +208,20 @@ XML_FORMATS: dict[str, XmlFormat] = {
         parameter=rf"<arg_key>(?P<key>[^<>\n]{{1,200}})</arg_key>{_SPACE}<arg_value>",
         value_end="</arg_value>",
         closes="</tool_call>",
+    ),
+    "minimax_m2": _invokes("minimax:tool_call", "<minimax:tool_call>", ""),
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
+    "hy3": _hy3(""),
+    "hy3_opensource": _hy3(":opensource"),
+    "minimax_m3": XmlFormat(
+        mark=f"{MINIMAX}<tool_call>",
+        opens=rf'(?:{_TAG}<tool_call>{_SPACE})?{_TAG}<invoke name="(?P<function>{_FUNCTION})">',
+        parameter=rf"(?P<key>{_NEVER})",
+        value_end=_NEVER,
+        closes=f"{_TAG}</invoke>",
+        last=f"{_TAG}</tool_call>",
+        body="nested",
     ),
 }
 

@@ -20,13 +20,21 @@ from server.text.call_formats import (
     CALL_LIST,
     CALLS_BEGIN,
     CALLS_END,
+    DSML,
     END,
     FENCE,
     HARMONY,
     HERMES,
+    KIMI_BEGIN,
+    KIMI_END,
+    KIMI_K2,
+    KIMI_SECTIONS,
     LIST_MARK,
     LLAMA3_JSON,
+    MINIMAX,
     SEPARATOR,
+    SOLAR_BEGIN,
+    SOLAR_NAME,
 )
 from server.text.schemas import cleaned, closed, compact
 from server.text.structured import lark_literal
@@ -67,6 +75,34 @@ class CallSyntax:
 
 def _object(key: str = "arguments") -> str:
     return rf'"{{\"name\":\"NAME\",\"{key}\":" ARGUMENTS "}}"'
+
+
+def _invokes(outer: str, in_text: str, tag: str = "") -> CallSyntax:
+    """Return calls with attributes; in_text: further text that begins one."""
+    return CallSyntax(
+        rf'"<{tag}invoke name=\"NAME\">" "\n"? ARGUMENTS "</{tag}invoke>"',
+        f"<{outer}>",
+        r'"\n"?',
+        r'"\n"?',
+        rf'"\n"? "</{outer}>"',
+        more_marks=(f"</{outer}>", f"</{tag}parameter>"),
+        not_in_text=(in_text,),
+    )
+
+
+def _hy3(suffix: str) -> CallSyntax:
+    return CallSyntax(
+        rf'"<tool_call{suffix}>" "NAME" "<tool_sep{suffix}>" "\n"? ARGUMENTS "</tool_call{suffix}>"',
+        f"<tool_calls{suffix}>",
+        r'"\n"?',
+        r'"\n"?',
+        rf'"\n"? "</tool_calls{suffix}>"',
+        more_marks=(
+            *(f"<tool_call{suffix}>", f"<tool_sep{suffix}>", f"</tool_call{suffix}>", f"</tool_calls{suffix}>"),
+            *(f"{begin}arg_{part}{suffix}>" for part in ("key", "value") for begin in ("<", "</")),
+        ),
+        not_in_text=(f"<tool_call{suffix}>",),
+    )
 
 
 _OPEN = "<tool_call>"
@@ -114,6 +150,40 @@ SYNTAXES: Mapping[str, CallSyntax] = {
         _OPEN,
         between=rf'"\n"? "{_OPEN}"',
         more_marks=(_CLOSE, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "nemotron_v2": CallSyntax(
+        _object(), "<TOOLCALL>", '"["', '"," " "?', '"]" "</TOOLCALL>"', more_marks=("</TOOLCALL>",)
+    ),
+    "falcon_h1": CallSyntax(_object(), _OPEN, r'"\n"? "["', '"," " "?', rf'"]" "\n"? "{_CLOSE}"', more_marks=(_CLOSE,)),
+    KIMI_K2: CallSyntax(
+        f'"{KIMI_BEGIN}" "functions.NAME:" /[0-9]{{1,4}}/ "<|tool_call_argument_begin|>" ARGUMENTS "{KIMI_END}"',
+        KIMI_SECTIONS[0],
+        between='""',
+        last='"<|tool_calls_section_end|>"',
+        more_marks=(KIMI_BEGIN, "<|tool_call_argument_begin|>", KIMI_END, "<|tool_calls_section_end|>"),
+        not_in_text=(KIMI_BEGIN,),
+    ),
+    "solar_open": CallSyntax(
+        f'"{SOLAR_BEGIN}" /[a-zA-Z0-9]{{1,24}}/ "{SOLAR_NAME}" "NAME" "<|tool_call:args|>" ARGUMENTS '
+        '"<|tool_call:end|>"',
+        "<|tool_calls|>",
+        between='""',
+        last='"<|calls|>"?',
+        more_marks=(SOLAR_BEGIN, SOLAR_NAME, "<|tool_call:args|>", "<|tool_call:end|>", "<|calls|>"),
+        not_in_text=(SOLAR_BEGIN,),
+    ),
+    "minimax_m2": _invokes("minimax:tool_call", '<invoke name="'),
+    "deepseek_v32": _invokes(f"{DSML}function_calls", f"<{DSML}invoke", DSML),
+    "deepseek_v4": _invokes(f"{DSML}tool_calls", f"<{DSML}invoke", DSML),
+    "hy3": _hy3(""),
+    "hy3_opensource": _hy3(":opensource"),
+    "minimax_m3": CallSyntax(
+        rf'"{MINIMAX}<invoke name=\"NAME\">" ARGUMENTS "{MINIMAX}</invoke>"',
+        f"{MINIMAX}<tool_call>",
+        r'"\n"?',
+        r'"\n"?',
+        rf'"\n"? "{MINIMAX}</tool_call>"',
+        not_in_text=(f"{MINIMAX}<i",),
     ),
     # One call ends an answer. Its thoughts are messages, too, so they are a part of the grammar.
     HARMONY: CallSyntax(
@@ -208,11 +278,10 @@ class CallGrammar:
         if self._form not in XML_SYNTAXES:
             return [f"args_{number}: %json {json.dumps(compact(schema))}"]
         syntax = XML_SYNTAXES[self._form]
-        end = self._token(syntax.end)
-        arguments = XmlArguments(syntax, self._with_marks, end, tool.function.name, number)
+        arguments = XmlArguments(syntax, self._with_marks, self._token(syntax.end), tool.function.name, number)
         if is_followed:
             return arguments.following(schema)
-        return arguments.unrestricted()
+        return arguments.unrestricted(tool.function.parameters or {})
 
     def _token(self, mark: str) -> str:
         """Return a mark's special token in Lark; "" if it is text."""

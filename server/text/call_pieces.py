@@ -24,6 +24,7 @@ _PLAIN = re.compile(r"[\s:,0-9+\-.eEtrufalsn]*")
 """Characters that JSON allows outside strings and brackets: white space, separators, numbers, true,
 false and null.
 """
+_NUMBER = re.compile(r":\d+\Z")
 _CLOSER = {"{": "}", "[": "]"}
 
 
@@ -202,6 +203,8 @@ def whole_call(raw: str) -> tuple[str, str] | None:
         value = json.loads(raw, strict=False, parse_constant=finite_number, parse_float=finite_number)
     except (ValueError, RecursionError):
         return None
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -225,6 +228,16 @@ class Calls:
         self._is_named = False
         self._waiting = ""
         """Arguments that are held back: a bracket alone does not prove that this is a call."""
+
+    def name_in(self, call_id: str) -> str:
+        """Return the function of an id such as `functions.NAME:0`; the id if it is not clear."""
+        name = call_id.removeprefix("functions").removeprefix(".")
+        readings = (name, _NUMBER.sub("", name), name.rstrip("0123456789"))
+        if exact := next((reading for reading in readings if reading in self.names), None):
+            return exact
+        (*only,) = self.names
+        is_number = call_id.removeprefix("call").strip("_:.").isdigit()
+        return only[0] if is_number and len(only) == 1 else call_id
 
     def begin(self, name: str | None = None) -> None:
         """Begin a possible call's object; name: of the function, if the object has only its

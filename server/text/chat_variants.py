@@ -118,6 +118,31 @@ def _with_short_ids(messages: Messages) -> Messages:
     return [changed(message) for message in messages]
 
 
+def with_named_ids(messages: Messages) -> Messages:
+    """Return the messages with ids of calls that have the function's name and the call's number in
+    the conversation, for templates that show the name there alone (Kimi).
+    """
+    ids: dict[str, str] = {}
+    result: Messages = []
+    number = itertools.count()
+    for message in messages:
+        if "tool_calls" in message:
+            calls = []
+            for call in message["tool_calls"]:
+                ids[call["id"]] = named_id(call["function"]["name"], next(number))
+                calls.append({**call, "id": ids[call["id"]]})
+            message = {**message, "tool_calls": calls}
+        if "tool_call_id" in message:
+            message = {**message, "tool_call_id": ids.get(message["tool_call_id"], message["tool_call_id"])}
+        result.append(message)
+    return result
+
+
+def named_id(name: str, number: int) -> str:
+    """Return the id of a call for models that show its name there."""
+    return f"functions.{name}:{number}"
+
+
 def with_arguments_as_text(messages: Messages) -> Messages:
     """Return the messages with the arguments of calls as JSON text."""
 

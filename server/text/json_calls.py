@@ -35,7 +35,7 @@ class JsonRegions:
     def __init__(self, calls: Calls, form: JsonFormat) -> None:
         self._calls = calls
         self._form = form
-        marks = [*form.opens, form.last] if form.last else [*form.opens]
+        marks = [*form.opens, *form.last]
         self._marks = sorted(marks, key=len, reverse=True)
         self._find = re.compile("|".join(map(re.escape, self._marks)))
         self._heads = {mark: regex.compile(head) for mark, head in form.opens.items()}
@@ -49,6 +49,8 @@ class JsonRegions:
         self._position = 0
         self._follows_call = False
         """Whether only white space has followed the last call."""
+        self._blank = ""
+        """This white space, which is dropped with a mark after all calls."""
 
     @property
     def is_open(self) -> bool:
@@ -72,6 +74,7 @@ class JsonRegions:
         complete call.
         """
         rest = self._text[self._position :]
+        self._say_blank(output)
         if self._at is _JsonState.TEXT:
             output.say(rest)
         elif self._at is _JsonState.HEAD:
@@ -87,17 +90,26 @@ class JsonRegions:
         end = mark.start() if mark else len(self._text) - num_held(self._text, self._marks)
         said = self._text[self._position : max(end, self._position)]
         self._follows_call = self._follows_call and not said.strip()
-        output.say(said)
+        self._blank += said
+        if not self._follows_call:
+            self._say_blank(output)
         if mark is None:
             self._position += len(said)
             return False
         self._position = mark.end()
         if mark[0] in self._heads:
+            self._say_blank(output)
             self._at = _JsonState.HEAD
             self._mark = mark[0]
-        elif not self._follows_call:
+        elif self._follows_call:
+            self._blank = ""
+        else:
             output.say(mark[0])
         return True
+
+    def _say_blank(self, output: CallParts) -> None:
+        output.say(self._blank)
+        self._blank = ""
 
     def _read_head(self, output: CallParts) -> bool:
         head = self._heads[self._mark].match(self._text, self._position, partial=True)
@@ -115,7 +127,8 @@ class JsonRegions:
         """Begin an object, at the last character of a head."""
         self._before = before + head[0][:-1]
         self._position = head.end() - 1
-        self._calls.begin(head["name"] if self._form.is_named else None)
+        name = head["name"] if self._form.is_named else None
+        self._calls.begin(self._calls.name_in(name) if name and self._form.has_ids else name)
         self._at = _JsonState.OBJECT
 
     def _read_object(self, output: CallParts) -> bool:

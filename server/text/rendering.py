@@ -40,6 +40,7 @@ from server.text.chat_variants import (
     with_calls_alone,
     with_calls_as_text,
     with_late_system_prompts_in_user,
+    with_named_ids,
     with_one_call_a_turn,
     with_system_in_user,
     with_texts_before_calls,
@@ -81,6 +82,8 @@ def render_conversation(
         chat.take([with_one_call_a_turn(chat.messages)])
     if chat.missing("tool_calls"):
         chat.take_calls_alone()
+    if chat.missing("tool_calls"):
+        chat.take_named_ids()
     if chat.missing("tool_calls") and [*marks] == [LIST_MARK]:
         chat.take_any(with_calls_as_text(chat.messages))
     if chat.missing("python"):
@@ -161,6 +164,14 @@ class _Chat:
         """
         with contextlib.suppress(RequestError):
             self.take(variants(with_calls_alone(self.messages, set(self.missing("tool_calls")))))
+
+    def take_named_ids(self) -> None:
+        """Take messages whose ids of calls have the function's name, if they show the calls."""
+        before = (self.messages, self.prompt, self.parts_missing)
+        with contextlib.suppress(RequestError):
+            self.take([with_named_ids(self.messages)])
+        if self.missing("tool_calls"):
+            self.messages, self.prompt, self.parts_missing = before
 
     def prompt_with_texts(self, numbers: Sequence[int], marks: Sequence[str]) -> str:
         """Return the prompt with the texts of some messages inserted before their calls, their
@@ -271,13 +282,15 @@ class _MarkedCopies:
         return marked
 
     def _call(self, call: dict[str, Any], number: int) -> dict[str, Any]:
+        name = call["function"]["name"]
         function = {**call["function"], "name": self._word("tool_calls", number)}
+        call_id = call["id"].replace(f"functions.{name}:", f"functions.{function['name']}:")
         if isinstance(function["arguments"], str):
             function["arguments"] = json.dumps({"x": self._word("tool_calls", number)})
         elif function["arguments"]:
             key = self._word("tool_calls", number)
             function["arguments"] = {key: self._word("tool_calls", number)}
-        return {**call, "function": function}
+        return {**call, "id": call_id, "function": function}
 
     def _document(self, document: dict[str, Any], number: int) -> dict[str, Any]:
         words: list[str] = []

@@ -33,7 +33,7 @@ _OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
 _GBNF_RULE = re.compile(r"\A(?:\s|#[^\n]*\n)*[A-Za-z][\w-]*\s*::=")
 _LINE = re.compile(r"\A[^:]*: at (\d+)\(\d+\): ")
 """Line of a grammar in messages of the library."""
-_RULE = re.compile(r"\A(?:args?|json|TEXT)_(\d+).*")
+_RULE = re.compile(r"\A(?:args?|json|TEXT|text)_(\d+).*")
 LONGEST_GRAMMAR = 1 << 16
 """Maximum number of characters."""
 

@@ -20,8 +20,9 @@ from typing import Any
 import msgspec
 
 from engine.api import RequestError
-from server.text.call_formats import HARMONY
+from server.text.call_formats import HARMONY, KIMI_K2
 from server.text.call_grammars import SYNTAXES, CallGrammar, SpecialToken
+from server.text.chat_variants import named_id
 from server.text.structured import LONGEST_GRAMMAR, NamedSchema, Structure
 from server.wire.fields import AllowedTools, AnyTool, ChatRequest, MadeCall, Message, NamedChoice, TextPart, Tool
 from server.wire.nesting import nests_too_deeply
@@ -42,6 +43,8 @@ class ToolUse:
     """Whether an answer may have several calls."""
     forced: bool
     """Whether an answer must have a call."""
+    num_earlier_calls: int = 0
+    """Number of calls in the conversation."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -54,6 +57,12 @@ class ToolUse:
         to.
         """
         return frozenset(tool.function.name for tool in self.tools if self.forced or tool.function.strict)
+
+    def call_id(self, name: str, index: int) -> str | None:
+        """Return the id that the model's format demands of a call; None if any id will do."""
+        if self.format != KIMI_K2:
+            return None
+        return named_id(name, self.num_earlier_calls + index)
 
     @property
     def covers_thoughts(self) -> bool:
@@ -143,7 +152,8 @@ def tool_use_of(body: ChatRequest, format_name: str | None, refusal: str = "") -
         tools, choice = tuple(tool for tool in tools if tool.function.name in allowed), choice.allowed_tools.mode
     forced = choice is not None and choice != "auto"
     parallel = body.parallel_tool_calls is not False and not isinstance(choice, NamedChoice)
-    return ToolUse(tools, format_name, parallel, forced)
+    num_earlier_calls = sum(len(message.tool_calls or ()) for message in body.messages)
+    return ToolUse(tools, format_name, parallel, forced, num_earlier_calls)
 
 
 def plain_text(content: str | list[TextPart], param: str) -> str:

@@ -16,6 +16,8 @@ and `glm`:
     <arg_value>VALUE</arg_value>
     </tool_call>
 
+Others have attributes (`<invoke name="NAME">`), a tag around all calls, or nested tags.
+
 A call is reported when it is complete. A value may contain tags: it ends only at a closing tag
 before another parameter or before the call's end, and a whole call inside it is a part of it. Two
 values are ambiguous: one that contains the end of a call without its beginning, and one that
@@ -31,8 +33,8 @@ from typing import Any
 
 import regex
 
-from server.text.argument_types import as_value, is_value
-from server.text.call_formats import XmlFormat
+from server.text.argument_types import as_value, finite_number, is_value, part_of
+from server.text.call_formats import MINIMAX, XmlFormat
 from server.text.call_pieces import CallParts, Calls
 
 _LONGEST_TAG = 512
@@ -46,11 +48,16 @@ IsValue = Callable[[str, str], bool]
 class _Region:
     """Parser of one call, tag by tag."""
 
-    def __init__(self, name: str, opening: str, quotes: bool, is_value: IsValue | None = None) -> None:
+    def __init__(self, name: str, opening: str, quotes: bool, has_body: bool, is_value: IsValue | None = None) -> None:
         """opening: the tag that begins the call. quotes: whether values may contain whole calls.
-        is_value: whether a text is a value of an argument; None if values need not follow their
-        schema.
+        has_body: whether text may stand instead of arguments. is_value: whether a text is a value
+        of an argument; None if values need not follow their schema.
         """
+        self.body: list[str] = []
+        """Text that stands instead of arguments."""
+        self.are_strings: dict[str, bool] = {}
+        """Whether the model has called an argument a string, by its name."""
+        self._has_body = has_body
         self.name = name
         self.raw = [opening]
         self.is_complete = False
@@ -72,6 +79,9 @@ class _Region:
             return True
         if self._since_end is not None:
             self._since_end.append(text)
+        if self._has_body and not self.values:
+            self.body.append(text)
+            return True
         return not text.strip()
 
     def _back_to_value(self) -> bool:
@@ -83,10 +93,11 @@ class _Region:
         self._since_end = None
         return True
 
-    def tag(self, kind: str, tag: str, key: str | None) -> bool:
+    def tag(self, kind: str, tag: str, key: str | None, is_string: str | None = None) -> bool:
         """Read a tag; return whether this may still be a call.
 
         kind: name of the tag's pattern in XmlFormat. key: name of the argument that the tag begins.
+        is_string: what the tag says about its value.
         """
         if self._in_value:
             self._inside_value(kind, tag)
@@ -95,6 +106,8 @@ class _Region:
             self._key = key
             self._since_end = None
             self.values[key] = []
+            if is_string is not None:
+                self.are_strings[key] = is_string == "true"
         elif kind == "closes":
             self.is_complete = True
         elif self._back_to_value():
@@ -133,13 +146,18 @@ class XmlRegions:
         """followed: names of the functions whose calls a grammar forces to follow their schema."""
         self._calls = calls
         self._parameters = parameters
-        self._padding = form.padding
+        self._form = form
         self._followed = followed
-        self._opens = regex.compile(f"(?P<opens>{form.opens})")
+        last = f"|(?P<last>{form.last})" if form.last else ""
+        self._opens = regex.compile(f"(?P<opens>{form.opens}){last}")
         self._tags = regex.compile(
             f"(?P<opens>{form.opens})|(?P<parameter>{form.parameter})|(?P<value_end>{form.value_end})"
             f"|(?P<closes>{form.closes})"
         )
+        self._follows_call = False
+        """Whether only white space has followed the last call."""
+        self._blank = ""
+        """This white space."""
         self._region: _Region | None = None
         self._text = ""
         self._quotes = True
@@ -158,7 +176,7 @@ class XmlRegions:
         rest = self._text[position:end]
         self._text = self._text[end:]
         if self._region is None:
-            output.say(rest)
+            self._say(rest, output)
         elif rest and not self._region.text(rest):
             self._give_back(output)
 
@@ -170,23 +188,47 @@ class XmlRegions:
         """Return the begin of the text that may become a tag; the end of the text if there is
         none.
         """
-        place = self._text.find("<", max(position, len(self._text) - _LONGEST_TAG))
+        first = self._form.mark[0]
+        place = self._text.find(first, max(position, len(self._text) - _LONGEST_TAG))
         while place >= 0:
             tag = self._pattern().match(self._text, place, partial=True)
             if tag is not None:
                 return place
-            place = self._text.find("<", place + 1)
+            place = self._text.find(first, place + 1)
         return len(self._text)
+
+    def _say(self, text: str, output: CallParts) -> None:
+        """Report text outside calls. White space after a call waits for the tag after all calls."""
+        self._follows_call = self._follows_call and not text.strip()
+        self._blank += text
+        if not self._follows_call:
+            output.say(self._blank)
+            self._blank = ""
 
     def _take(self, tag: regex.Match[str], before: str, output: CallParts) -> None:
         """Read a tag and the text before it."""
-        kind = next(name for name in ("opens", "parameter", "value_end", "closes") if tag.groupdict().get(name))
+        groups = tag.groupdict()
+        kind = next(name for name in ("opens", "parameter", "value_end", "closes", "last") if groups.get(name))
         if self._region is None:
-            output.say(before)
-        elif self._region.text(before) and self._region.tag(kind, tag[0], tag["key"]):
-            if self._region.is_complete:
-                self._calls.whole(self._region.name, self._arguments(self._region), output)
+            self._say(before, output)
+            if kind == "last":
+                if self._follows_call:
+                    self._blank = ""
+                else:
+                    output.say(tag[0])
+                return
+        elif self._region.text(before) and self._region.tag(kind, tag[0], tag["key"], groups.get("is_string")):
+            if not self._region.is_complete:
+                return
+            arguments = self._arguments(self._region)
+            if arguments is not None:
+                output.say(self._blank)
+                self._blank = ""
+                self._calls.whole(self._region.name, json.dumps(arguments), output)
                 self._region = None
+                self._follows_call = True
+                return
+            self._give_back(output)
             return
         else:
             self._give_back(output)
@@ -196,26 +238,35 @@ class XmlRegions:
             is_value = None
             if name in self._followed:
                 is_value = partial(self._is_value, self._parameters[name])
-            self._region = _Region(name, tag[0], self._quotes, is_value)
+            self._region = _Region(name, tag[0], self._quotes, bool(self._form.body), is_value)
         else:
-            output.say(tag[0])
+            self._say(tag[0], output)
 
-    def _arguments(self, region: _Region) -> str:
-        """Return a call's arguments as JSON."""
+    def _arguments(self, region: _Region) -> dict[str, Any] | None:
+        """Return a call's arguments; None if its text is none."""
         schema = self._parameters[region.name]
-        texts = {key: self._without_padding("".join(pieces)) for key, pieces in region.values.items()}
-        return json.dumps({key: as_value(text, key, schema) for key, text in texts.items()})
+        body = "".join(region.body).strip()
+        if region.values and body:
+            return None
+        if body:
+            return nested_arguments(body, schema) if self._form.body == "nested" else _json_object(body)
+        arguments = {}
+        for key, pieces in region.values.items():
+            text = self._without_padding("".join(pieces))
+            is_string = region.are_strings.get(key)
+            arguments[key] = text if is_string else as_value(text, key, schema if is_string is None else {})
+        return arguments
 
     def _is_value(self, schema: Mapping[str, Any], key: str, text: str) -> bool:
         return is_value(self._without_padding(text), key, schema)
 
     def _without_padding(self, text: str) -> str:
-        return text.removeprefix(self._padding).removesuffix(self._padding)
+        return text.removeprefix(self._form.padding).removesuffix(self._form.padding)
 
     def _give_back(self, output: CallParts) -> None:
         """Report the open call as text."""
         assert self._region is not None
-        output.say("".join(self._region.raw))
+        self._say("".join(self._region.raw), output)
         self._region = None
 
     def finish(self, output: CallParts) -> None:
@@ -223,8 +274,9 @@ class XmlRegions:
         the end of the open call.
         """
         if self._region is None:
-            output.say(self._text)
+            output.say(self._blank + self._text)
             self._text = ""
+            self._blank = ""
             return
         text = "".join(self._region.raw) + self._text
         self._region = None
@@ -235,3 +287,52 @@ class XmlRegions:
         self._quotes = False
         self.feed(text, output)
         self.finish(output)
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text, strict=False, parse_constant=finite_number, parse_float=finite_number)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+_NESTED = regex.compile(rf"{regex.escape(MINIMAX)}<(?P<end>/?)(?P<name>[^<>\s/]{{1,200}})>")
+
+
+def nested_arguments(text: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments in nested tags; None if the tags do not match. A value without tags has
+    the type of its schema, and tags named `item` are the elements of a list.
+    """
+    open_names: list[str] = []
+    children: list[list[tuple[str, Any]]] = [[]]
+    schemas: list[Mapping[str, Any]] = [schema]
+    end = 0
+    for tag in _NESTED.finditer(text):
+        before = text[end : tag.start()]
+        end = tag.end()
+        if not tag["end"]:
+            if before.strip():
+                return None
+            open_names.append(tag["name"])
+            children.append([])
+            schemas.append(part_of(schemas[-1], tag["name"], schema))
+            continue
+        if not open_names or open_names.pop() != tag["name"]:
+            return None
+        inner = children.pop()
+        inner_schema = schemas.pop()
+        if inner and before.strip():
+            return None
+        value = _joined(inner) if inner else as_value(before, "x", {**schema, "properties": {"x": inner_schema}})
+        children[-1].append((tag["name"], value))
+    if open_names or text[end:].strip():
+        return None
+    return dict(children[0])
+
+
+def _joined(parts: list[tuple[str, Any]]) -> Any:
+    """Return the list or the object of some nested values."""
+    if all(name == "item" for name, _ in parts):
+        return [value for _, value in parts]
+    return dict(parts)

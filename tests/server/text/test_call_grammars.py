@@ -163,6 +163,9 @@ LIKELY = (
     "}",
     "\n</parameter>",
     "</arg_value>",
+    "</arg_value:opensource>",
+    "</parameter>",
+    "</｜DSML｜parameter>",
     "[TOOL_CALLS]",
     "<tool_call>",
     "<|tool_call|>",
@@ -173,9 +176,16 @@ HARMONY_CALL = "<|channel|>commentary to=functions."
 """Texts that end values or begin calls, also where they are a part of a value."""
 
 
+def likely_in(form: str) -> list[str]:
+    """Also the tags that end the values of MiniMax M3, which have the name of the argument."""
+    if form != "minimax_m3":
+        return [*LIKELY]
+    return [*LIKELY, *5 * [f"]<]minimax[>[</{key}>" for key in PARAMETERS["properties"]]]
+
+
 def check_forced(form: str, model: Model, parameters: dict[str, Any], count: int, parallel: bool = True) -> None:
     use = ToolUse(tools(parameters), form, parallel, forced=True)
-    for answer in model.answers(grammar_of(use, model), count, LIKELY):
+    for answer in model.answers(grammar_of(use, model), count, likely_in(form)):
         outside, calls, are_complete = read(use, answer)
         assert (outside, are_complete) == ("", True), answer
         assert len(calls) == 1 or parallel
@@ -209,7 +219,9 @@ def test_strict_calls_in_free_text_are_read_back(
     use = ToolUse((strict, free), form, True, forced=False)
     syntax = SYNTAXES[form]
     begin = syntax.mark or "{"
-    answers = model.answers(grammar_of(use, model), 12, [HARMONY_CALL if form == HARMONY else begin] * 9 + [*LIKELY])
+    answers = model.answers(
+        grammar_of(use, model), 12, [HARMONY_CALL if form == HARMONY else begin] * 9 + likely_in(form)
+    )
     seen = 0
     for answer in answers:
         outside, calls, _ = read(use, answer)
