@@ -19,6 +19,8 @@ CallFormat = Literal[
     "minimax_m3", "deepseek_v32", "deepseek_v4", "hy3", "hy3_opensource", "gemma4", "lfm2", "pythonic", "kimi_k3",
 ]  # fmt: skip
 HERMES, LLAMA3_JSON, HARMONY, RESPONSE_TEMPLATE = "hermes", "llama3_json", "harmony", "response_template"
+GEMMA4, LFM2, PYTHONIC = "gemma4", "lfm2", "pythonic"
+LFM2_MARK = "<|tool_call_start|>"
 
 _SPACE = r"\s{0,99}"
 _FUNCTION = r"[\w.-]{1,128}"
@@ -226,14 +228,27 @@ XML_FORMATS: dict[str, XmlFormat] = {
 }
 
 
+_MARKS = {
+    LLAMA3_JSON: ("{",),
+    PYTHONIC: ("<|python_start|>", "["),
+    GEMMA4: ("<|tool_call>",),
+    LFM2: (LFM2_MARK,),
+    "kimi_k3": ("<|open|>tools",),
+}
+END_MARKS = {GEMMA4: "<|tool_response>"}
+"""Tokens with which a model ends an answer that has calls."""
+
+
 def call_marks(form: str | None) -> tuple[str, ...]:
     """Return the texts with which a format's calls may begin, the outermost first; empty if they
     are not known.
     """
     if form == HARMONY:
         return ("<|start|>assistant to=",)
+    if form == "solar_open":
+        return ()  # text next to calls is a message
     if form in JSON_FORMATS:
         return tuple(JSON_FORMATS[form].opens)
     if form in XML_FORMATS:
         return (XML_FORMATS[form].mark,)
-    return ("{",) if form == LLAMA3_JSON else ()
+    return _MARKS.get(form or "", ())

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.api import RequestError
 from server.text.call_formats import (
     BEGIN,
     CALL_LIST,
@@ -23,21 +24,28 @@ from server.text.call_formats import (
     DSML,
     END,
     FENCE,
+    GEMMA4,
     HARMONY,
     HERMES,
     KIMI_BEGIN,
     KIMI_END,
     KIMI_K2,
     KIMI_SECTIONS,
+    LFM2,
+    LFM2_MARK,
     LIST_MARK,
     LLAMA3_JSON,
     MINIMAX,
+    PYTHONIC,
     SEPARATOR,
     SOLAR_BEGIN,
     SOLAR_NAME,
 )
+from server.text.literal_calls import QUOTE
+from server.text.literal_grammars import LITERAL_GRAMMARS, LiteralArguments
 from server.text.schemas import cleaned, closed, compact
 from server.text.structured import lark_literal
+from server.text.text_values import CannotSplit
 from server.text.xml_grammars import XML_SYNTAXES, XmlArguments
 from server.wire.fields import Tool
 
@@ -185,6 +193,22 @@ SYNTAXES: Mapping[str, CallSyntax] = {
         rf'"\n"? "{MINIMAX}</tool_call>"',
         not_in_text=(f"{MINIMAX}<i",),
     ),
+    GEMMA4: CallSyntax(
+        '"call:NAME{" ARGUMENTS "}" "<tool_call|>"',
+        "<|tool_call>",
+        between='"<|tool_call>"',
+        more_marks=("<tool_call|>", QUOTE),
+    ),
+    LFM2: CallSyntax(
+        '"NAME(" ARGUMENTS ")"', LFM2_MARK, '"["', '", "', '"]" "<|tool_call_end|>"', more_marks=("<|tool_call_end|>",)
+    ),
+    PYTHONIC: CallSyntax(
+        '"NAME(" ARGUMENTS ")"',
+        first='"["',
+        between='", "',
+        last='"]"',
+        in_text=("start: TEXT | calls", r"TEXT: /(\s*[^{\s](?s:.*))?/ & ~/(?s:.*)\[\s*(?:NAMES)\s*\((?s:.*)/"),
+    ),
     # One call ends an answer. Its thoughts are messages, too, so they are a part of the grammar.
     HARMONY: CallSyntax(
         '"commentary to=functions." "NAME" " "? ("<|constrain|>" "json")? "<|message|>" ARGUMENTS',
@@ -253,8 +277,9 @@ class CallGrammar:
         if syntax.mark:
             calls = f'"{syntax.mark}" rest'
         further = " (between call)*" if self._is_parallel else ""
+        names = "|".join(re.escape(tool.function.name) for tool in self._tools)
         rules = [
-            *(self._with_marks(rule) for rule in (*head, *syntax.rules)),
+            *(self._with_marks(rule.replace("NAMES", names)) for rule in (*head, *syntax.rules)),
             *more,
             f"calls: {self._with_marks(calls)}",
             f"rest: {self._with_marks(f'{syntax.first} call{further} {syntax.last}')}",
@@ -275,6 +300,17 @@ class CallGrammar:
             parameters = cleaned(tool.function.parameters or {})
         # The schema is a separate root, for its references.
         schema = closed({"type": "object", **parameters}, is_followed)
+        if self._form in LITERAL_GRAMMARS:
+            literal = LiteralArguments(self._form, self._with_marks, self._token(QUOTE), number)
+            try:
+                return literal.following(schema) if is_followed else literal.unrestricted()
+            except CannotSplit as error:
+                raise RequestError(
+                    f"tools: {tool.function.name}: calls of this model cannot be forced or strict with {error}; change "
+                    "the schema, or use tool_choice auto without strict",
+                    "tools",
+                    "unsupported_value",
+                ) from error
         if self._form not in XML_SYNTAXES:
             return [f"args_{number}: %json {json.dumps(compact(schema))}"]
         syntax = XML_SYNTAXES[self._form]

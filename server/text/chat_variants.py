@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from engine.api import RequestError
-from server.text.call_formats import LIST_MARK
+from server.text.call_formats import LFM2_MARK, LIST_MARK
+from server.text.literal_calls import spelled
 
 Messages = list[dict[str, Any]]
 
@@ -26,19 +27,31 @@ _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _LETTERS = string.ascii_letters + string.digits
 
 
-def with_calls_as_text(messages: Messages) -> Messages:
-    """Return the messages with calls in their texts, as models with a list of calls write them
-    (Granite 3, Phi-4-mini), for templates that show texts only.
+def with_calls_as_text(messages: Messages, mark: str) -> Messages:
+    """Return the messages with calls in their texts, as their models write them, for templates that
+    show texts only: lists (Granite 3, Phi-4-mini), or Python's syntax (LFM2).
+
+    mark: a key of CALL_TEXTS.
     """
     result: Messages = []
     for message in messages:
         if "tool_calls" in message:
             functions = [call["function"] for call in message["tool_calls"]]
-            calls = [{"name": function["name"], "arguments": function["arguments"]} for function in functions]
-            text = f"{text_of(message)}{LIST_MARK}{json.dumps(calls, ensure_ascii=False)}"
-            message = {"role": message["role"], "content": text}
+            calls = [(function["name"], function["arguments"]) for function in functions]
+            message = {"role": message["role"], "content": text_of(message) + CALL_TEXTS[mark](calls)}
         result.append(message)
     return result
+
+
+def _listed(calls: Sequence[tuple[str, Any]]) -> str:
+    return LIST_MARK + json.dumps([{"name": name, "arguments": made} for name, made in calls], ensure_ascii=False)
+
+
+CALL_TEXTS: dict[str, Callable[[Sequence[tuple[str, Any]]], str]] = {
+    LIST_MARK: _listed,
+    LFM2_MARK: lambda calls: f"{LFM2_MARK}{spelled(calls)}<|tool_call_end|>",
+}
+"""Spellings of calls in formats whose templates may show none, by their mark."""
 
 
 def with_calls_alone(messages: Messages, numbers: Collection[int], content: str | None = None) -> Messages:

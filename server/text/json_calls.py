@@ -14,7 +14,7 @@ from enum import Enum, auto
 import regex
 
 from server.text.call_formats import JsonFormat
-from server.text.call_pieces import CallParts, Calls
+from server.text.call_pieces import CallParts, Calls, Reader
 from server.text.stops import num_held
 
 
@@ -181,44 +181,62 @@ class JsonRegions:
 
 
 class JsonAnswer:
-    """Reader of llama3_json: an answer that begins with { (or <|python_tag|>) contains calls
+    """Reader of llama3_json: an answer that begins with { (or a tag of Python) contains calls
     separated by ;.
 
-    Any other answer is text. From the first object on that is not a call, the rest is text.
+    Any other answer may have calls in Python's syntax (Llama 4). From the first object on that is
+    not a call, the rest is text.
     """
 
-    _TAG = "<|python_tag|>"
+    _TAGS = ("<|python_tag|>", "<|python_start|>")
+    _END = "<|python_end|>"
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, otherwise: Reader) -> None:
+        """otherwise: reads an answer without objects."""
         self._calls = calls
+        self._otherwise: Reader | None = otherwise
         self._start: str | None = ""
         """Text before the type of the answer is known; None afterwards."""
+        self._held = ""
+        """Beginning of a tag after calls."""
         self._is_text = False
         self._between = ""
         """Text before an object; it is part of the answer if the object is not a call."""
 
     @property
     def is_open(self) -> bool:
-        return self._calls.is_open
+        return self._calls.is_open or (self._otherwise is not None and self._otherwise.is_open)
 
     def feed(self, text: str, output: CallParts) -> None:
         position = 0
         if self._start is not None:
             text = self._start + text
             start = text.lstrip()
-            if not start or (self._TAG.startswith(start) and start != self._TAG):
+            tag = next((tag for tag in self._TAGS if start.startswith(tag)), "")
+            rest = start.removeprefix(tag).lstrip()
+            if not rest or (not tag and any(one.startswith(start) for one in self._TAGS)):
                 self._start = text
                 return
             self._start = None
-            position = len(text) - len(start)
-            if start.startswith(self._TAG):
-                position += len(self._TAG)
+            if rest.startswith("{"):
+                self._otherwise = None
+            position = len(text) - len(rest)
             self._between = text[:position]
+        if self._otherwise is not None:
+            self._otherwise.feed(text, output)
+            return
+        text = self._held + text
+        self._held = ""
         while position < len(text) and not self._is_text:
             if self._calls.is_open:
                 position = self._in_call(text, position, output)
             elif text[position] == "{":
                 self._calls.begin()
+            elif text.startswith(self._END, position):
+                position += len(self._END)
+            elif self._END.startswith(text[position:]):
+                self._held = text[position:]
+                return
             elif text[position] in " \n\t;":
                 self._between += text[position]
                 position += 1
@@ -237,8 +255,12 @@ class JsonAnswer:
         return position
 
     def finish(self, output: CallParts) -> None:
+        if self._otherwise is not None:
+            self._otherwise.feed(self._start or "", output)
+            self._otherwise.finish(output)
+            return
         if self._calls.is_open:
             self._calls.end(output, self._between)
         elif not self._is_text and not self._calls.calls:
             output.say(self._between)
-        output.say(self._start or "")
+        output.say((self._start or "") + self._held)

@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from engine.api import TEMPLATE_FAILED, RequestError
-from server.text.call_formats import LIST_MARK
 from server.text.chat_variants import (
+    CALL_TEXTS,
     Messages,
     num_leading_system_prompts,
     refusal,
@@ -84,8 +84,8 @@ def render_conversation(
         chat.take_calls_alone()
     if chat.missing("tool_calls"):
         chat.take_named_ids()
-    if chat.missing("tool_calls") and [*marks] == [LIST_MARK]:
-        chat.take_any(with_calls_as_text(chat.messages))
+    if chat.missing("tool_calls") and len(marks) == 1 and marks[0] in CALL_TEXTS:
+        chat.take_any(with_calls_as_text(chat.messages, marks[0]))
     if chat.missing("python"):
         chat.take([with_arguments_as_text(chat.messages)])
     if misplaced := {*chat.missing("order")}:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.text.call_formats import JSON_FORMATS, LLAMA3_JSON, XML_FORMATS
+from server.text.call_formats import JSON_FORMATS, LLAMA3_JSON, PYTHONIC, XML_FORMATS
 from server.text.call_pieces import Call, CallParts, Calls, Piece, Reader
 from server.text.json_calls import JsonAnswer, JsonRegions
+from server.text.literal_calls import LITERAL_FORMATS, LiteralRegions
 from server.text.template_calls import TemplateRegions
 from server.text.tools import ToolUse
 from server.text.xml_calls import XmlRegions
@@ -19,11 +20,13 @@ from server.text.xml_calls import XmlRegions
 
 def call_reader(calls: Calls, use: ToolUse, response_template: dict[str, Any] | None) -> Reader:
     """Return a new reader of the calls in an answer."""
-    if use.format == LLAMA3_JSON:
-        return JsonAnswer(calls)
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in use.tools}
+    if use.format in (LLAMA3_JSON, PYTHONIC):
+        return JsonAnswer(calls, LiteralRegions(calls, LITERAL_FORMATS[PYTHONIC], schemas))
+    if use.format in LITERAL_FORMATS:
+        return LiteralRegions(calls, LITERAL_FORMATS[use.format], schemas)
     if use.format in XML_FORMATS:
-        parameters = {tool.function.name: tool.function.parameters or {} for tool in use.tools}
-        return XmlRegions(calls, XML_FORMATS[use.format], parameters, use.followed)
+        return XmlRegions(calls, XML_FORMATS[use.format], schemas, use.followed)
     if use.format in JSON_FORMATS:
         return JsonRegions(calls, JSON_FORMATS[use.format])
     assert response_template is not None

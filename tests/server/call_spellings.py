@@ -179,6 +179,33 @@ def minimax_m3(calls: list[Call]) -> str:
     return f"{begin}tool_call>\n{''.join(spelled)}{begin}/tool_call>"
 
 
+def gemma4(calls: list[Call]) -> str:
+    def shown(value: Any) -> str:
+        if isinstance(value, str):
+            return f'<|"|>{value}<|"|>'
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{shown(one)}" for key, one in sorted(value.items())) + "}"
+        if isinstance(value, list):
+            return "[" + ",".join(map(shown, value)) + "]"
+        return dumps(value)
+
+    return "".join(f"<|tool_call>call:{name}{shown(arguments)}<tool_call|>" for name, arguments in calls)
+
+
+def python_calls(calls: list[Call]) -> str:
+    """Calls in Python's syntax."""
+    made = (f"{name}({', '.join(f'{key}={value!r}' for key, value in values.items())})" for name, values in calls)
+    return f"[{', '.join(made)}]"
+
+
+def lfm2(calls: list[Call]) -> str:
+    return f"<|tool_call_start|>{python_calls(calls)}<|tool_call_end|>"
+
+
+def pythonic(calls: list[Call]) -> str:
+    return f"<|python_start|>{python_calls(calls)}<|python_end|>"
+
+
 SPELL: dict[str, Callable[[list[Call]], str]] = {
     spell.__name__: spell
     for spell in (
@@ -203,5 +230,8 @@ SPELL: dict[str, Callable[[list[Call]], str]] = {
         deepseek_v4,
         hy3,
         hy3_opensource,
+        gemma4,
+        lfm2,
+        pythonic,
     )
 }

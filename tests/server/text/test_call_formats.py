@@ -31,6 +31,8 @@ ENDS = {
     "minimax_m3": "]<]minimax[>[</invoke>",
 }
 """Ends of a call in formats whose values are plain text between tags."""
+LITERAL = {"gemma4": "}<", "lfm2": ")]<", "pythonic": ")]<"}
+"""Ends of a call whose arguments are literals, with the begin of its mark."""
 TAGGED = tuple(ENDS)
 NESTED = "minimax_m3"
 """Format whose tags have a text that no value contains."""
@@ -41,7 +43,7 @@ VALUE_ENDS = {
     "hy3": r"</arg_value>\s*(</tool_call>|<arg_key>|\Z)|</tool_call>",
 }
 """Text that ends a value although it is quoted."""
-WHOLE = (*TAGGED, "response_template", "falcon_h1")
+WHOLE = (*TAGGED, *LITERAL, "response_template", "falcon_h1")
 STREAMED = [form for form in SPELL if form not in WHOLE]
 """Formats whose calls are passed on as the model writes them."""
 
@@ -69,8 +71,8 @@ def test_calls_are_read_the_same_at_every_cut(form: str, case: str) -> None:
 @pytest.mark.parametrize("form", SPELL)
 def test_a_call_that_quotes_a_whole_answer_of_its_format_is_one_call(form: str) -> None:
     """A coding agent that writes tests for this very format."""
-    if form == NESTED:
-        return
+    if form in (NESTED, "gemma4"):
+        return  # the quoted marks are ambiguous
     call: Call = ("add", {"code": SPELL[form]([PARIS, ("add", {"code": "x"})])})
     answer = SPELL[form]([call, PARIS])
     for pieces in every_cut(answer)[:2]:
@@ -101,6 +103,8 @@ def test_any_text_in_arguments_is_no_mark(form: str, data: st.DataObject) -> Non
         # The end of a parameter directly before what may follow it is where a value ends.
         quoted = quoted.filter(lambda text: not re.search(VALUE_ENDS.get(form, r"(?!)"), text))
         quoted = quoted.map(lambda text: text.replace("\r", ""))
+    if form == "gemma4":
+        quoted = quoted.filter(lambda text: '<|"|>' not in text)
     calls: list[Call] = [("weather", {"city": data.draw(quoted), "days": 3}), ("add", {"code": data.draw(quoted)})]
     answer = SPELL[form](calls)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(answer)), max_size=12)))
@@ -155,7 +159,10 @@ def test_a_call_that_is_cut(form: str) -> None:
     complete.
     """
     answer = SPELL[form]([PARIS])
-    end = answer.index(ENDS[form]) + len(ENDS[form]) if form in ENDS else answer.index('< is", "days": 3') + 16
+    if form in LITERAL:
+        end = answer.rindex(LITERAL[form]) + len(LITERAL[form]) - 1
+    else:
+        end = answer.index(ENDS[form]) + len(ENDS[form]) if form in ENDS else answer.index('< is", "days": 3') + 16
     for length in range(answer.index("weather") + 7, end):
         text, reader = pieces_of(form, list(answer[:length]))
         assert not reader.are_complete

@@ -25,7 +25,7 @@ from tokenizers import AddedToken
 from engine.api import RequestError
 from engine.grammar.grammar_tokens import read_vocabulary
 from server.text import text_values
-from server.text.call_formats import HARMONY, LLAMA3_JSON
+from server.text.call_formats import HARMONY, LLAMA3_JSON, PYTHONIC
 from server.text.call_grammars import SYNTAXES
 from server.text.call_pieces import Piece
 from server.text.harmony import HarmonyMessages
@@ -166,6 +166,7 @@ LIKELY = (
     "</arg_value:opensource>",
     "</parameter>",
     "</｜DSML｜parameter>",
+    '<|"|>',
     "[TOOL_CALLS]",
     "<tool_call>",
     "<|tool_call|>",
@@ -218,14 +219,14 @@ def test_strict_calls_in_free_text_are_read_back(
     strict, (_, free) = tools(strict=True)[0], tools()
     use = ToolUse((strict, free), form, True, forced=False)
     syntax = SYNTAXES[form]
-    begin = syntax.mark or "{"
+    begin = "[add(" if form == PYTHONIC else syntax.mark or "{"
     answers = model.answers(
         grammar_of(use, model), 12, [HARMONY_CALL if form == HARMONY else begin] * 9 + likely_in(form)
     )
     seen = 0
     for answer in answers:
         outside, calls, _ = read(use, answer)
-        assert begin not in outside or form in (LLAMA3_JSON, HARMONY), answer
+        assert begin not in outside or form in (LLAMA3_JSON, PYTHONIC, HARMONY), answer
         for name, arguments in calls:
             seen += 1
             if name == strict.function.name:
