@@ -16,7 +16,7 @@ from server.state import Server
 from server.text.answer_parts import part_reader
 from server.text.reasoning import ThoughtReader, is_closed, is_open
 from server.text.thought_calls import ThoughtCalls
-from server.text.thought_marks import DEEPSEEK_R1, ThoughtMarks
+from server.text.thought_marks import DEEPSEEK_R1, HARMONY, MARKS, ThoughtMarks
 from server.text.tools import ToolUse
 from server.wire.fields import ChatRequest, GenerationFields
 
@@ -84,7 +84,7 @@ def thoughts_of(
     if grammar is not None and grammar.covers_thoughts:
         if budget is not None:
             raise _not_with_calls("thinking_token_budget")
-        if is_open(end, marks) or is_closed(end, marks):
+        if marks == MARKS[HARMONY] and (is_open(end, marks) or is_closed(end, marks)):
             raise _not_with_calls("continue_final_message")
         return Thoughts(partial(part_reader, marks, end, False), shown)
     can_begin = not (is_closed(end, marks) or body.continue_final_message)

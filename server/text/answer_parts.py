@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from server.text.harmony import HarmonyMessages
 from server.text.reasoning import CallSearch, ThoughtReader, reasoning_of
+from server.text.tagged_messages import MESSAGE_FORMATS, TaggedMessages
 from server.text.thought_marks import HARMONY, MARKS, ThoughtMarks
 
 
@@ -19,4 +20,6 @@ def part_reader(
     """
     if marks == MARKS[HARMONY]:
         return HarmonyMessages(prompt_end)
+    if message_format := next((name for name in MESSAGE_FORMATS if marks == MARKS[name]), None):
+        return TaggedMessages(MESSAGE_FORMATS[message_format], prompt_end)
     return reasoning_of(starts_inside, marks, search and search())

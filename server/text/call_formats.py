@@ -19,7 +19,7 @@ CallFormat = Literal[
     "minimax_m3", "deepseek_v32", "deepseek_v4", "hy3", "hy3_opensource", "gemma4", "lfm2", "pythonic", "kimi_k3",
 ]  # fmt: skip
 HERMES, LLAMA3_JSON, HARMONY, RESPONSE_TEMPLATE = "hermes", "llama3_json", "harmony", "response_template"
-GEMMA4, LFM2, PYTHONIC = "gemma4", "lfm2", "pythonic"
+GEMMA4, LFM2, PYTHONIC, KIMI_K3 = "gemma4", "lfm2", "pythonic", "kimi_k3"
 LFM2_MARK = "<|tool_call_start|>"
 
 _SPACE = r"\s{0,99}"
@@ -216,6 +216,16 @@ XML_FORMATS: dict[str, XmlFormat] = {
     "deepseek_v4": _dsml("tool_calls"),
     "hy3": _hy3(""),
     "hy3_opensource": _hy3(":opensource"),
+    "kimi_k3": XmlFormat(
+        mark="<|open|>tools<|sep|>",
+        opens=rf"(?:<\|open\|>tools<\|sep\|>{_SPACE})?<\|open\|>call tool="
+        rf'"(?P<function>{_FUNCTION})"[^<>]{{0,40}}<\|sep\|>',
+        parameter=r'<\|open\|>argument key="(?P<key>[^"<>\n]{1,200})"(?: type="(?P<is_string>\w{1,9})")?<\|sep\|>',
+        value_end=r"<\|close\|>argument<\|sep\|>",
+        closes=r"<\|close\|>call<\|sep\|>",
+        last=r"<\|close\|>tools<\|sep\|>",
+        body="json",
+    ),
     "minimax_m3": XmlFormat(
         mark=f"{MINIMAX}<tool_call>",
         opens=rf'(?:{_TAG}<tool_call>{_SPACE})?{_TAG}<invoke name="(?P<function>{_FUNCTION})">',
@@ -233,7 +243,7 @@ _MARKS = {
     PYTHONIC: ("<|python_start|>", "["),
     GEMMA4: ("<|tool_call>",),
     LFM2: (LFM2_MARK,),
-    "kimi_k3": ("<|open|>tools",),
+    KIMI_K3: ("<|open|>tools",),
 }
 END_MARKS = {GEMMA4: "<|tool_response>"}
 """Tokens with which a model ends an answer that has calls."""

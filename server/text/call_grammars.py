@@ -30,6 +30,7 @@ from server.text.call_formats import (
     KIMI_BEGIN,
     KIMI_END,
     KIMI_K2,
+    KIMI_K3,
     KIMI_SECTIONS,
     LFM2,
     LFM2_MARK,
@@ -208,6 +209,23 @@ SYNTAXES: Mapping[str, CallSyntax] = {
         between='", "',
         last='"]"',
         in_text=("start: TEXT | calls", r"TEXT: /(\s*[^{\s](?s:.*))?/ & ~/(?s:.*)\[\s*(?:NAMES)\s*\((?s:.*)/"),
+    ),
+    # The prompt has opened the thoughts or the text, and their close is of several tokens.
+    KIMI_K3: CallSyntax(
+        r'"<|open|>" "call tool=\"NAME\" index=\"" /[1-9][0-9]{0,2}/ "\"" "<|sep|>" ARGUMENTS '
+        '"<|close|>" "call" "<|sep|>"',
+        first='"<|open|>" "tools" "<|sep|>"',
+        between='""',
+        last='"<|close|>" "tools" "<|sep|>"',
+        more_marks=("<|open|>", "<|close|>", "<|sep|>"),
+        before="part*",
+        answer='"<|open|>" "response" "<|sep|>" answer "<|close|>" "response" "<|sep|>"',
+        in_text=("start: part* (WORDS | calls)?",),
+        rules=(
+            'part: ("<|open|>" KIND "<|sep|>")? WORDS? "<|close|>" KIND "<|sep|>"',
+            "KIND: /think|response/",
+            r"WORDS: /(?s:.+)/ & ~/(?s:.*)<\|(?:open|close|sep)\|>(?s:.*)/",
+        ),
     ),
     # One call ends an answer. Its thoughts are messages, too, so they are a part of the grammar.
     HARMONY: CallSyntax(

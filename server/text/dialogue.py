@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from engine.api import ConfigError
-from server.text.call_formats import RESPONSE_TEMPLATE, CallFormat, call_marks
+from server.text.call_formats import LLAMA3_JSON, RESPONSE_TEMPLATE, CallFormat, call_marks
 from server.text.probe import ANSWER, ARGUMENTS, NAME, TOOL, Probe, beyond
-from server.text.shipped_templates import advice_for
+from server.text.shipped_templates import advice_for, advice_without_template
 from server.text.thinking_switch import ThinkingSettings, thinking_switch
 from server.text.thought_marks import MARKS, ThoughtMarks
 from server.text.thought_probe import found_marks, reads_thought, shown_thought
@@ -51,7 +51,7 @@ def dialogue_of(tokenizer: Tokenizer, call_parser: str, reasoning_parser: str) -
     if call_parser == RESPONSE_TEMPLATE and not _describes_calls(tokenizer):
         raise ConfigError(f"--tool-call-parser {call_parser}: the tokenizer has no response_template for calls")
     if not tokenizer.chat_template:
-        warning = "the model has no chat template, so chats are refused; see --chat-template"
+        warning = f"the model has no chat template, so chats are refused; {advice_without_template(tokenizer)}"
         return Dialogue(None, "", (warning,), MARKS.get(reasoning_parser))
     probe = Probe(tokenizer)
     marks = found_marks(reasoning_parser, probe)
@@ -81,7 +81,7 @@ def dialogue_of(tokenizer: Tokenizer, call_parser: str, reasoning_parser: str) -
         refusal = "this server does not read calls in the format of this model's chat template"
         warnings.append("the chat template shows calls in a format that is not read; requests with tools are refused")
     if refusal:
-        refusal += f"; {advice_for(tokenizer, shows_tools)}"
+        refusal += f"; {advice_for(tokenizer, shows_tools, call is not None, likely_format)}"
     return Dialogue(call_format, refusal, tuple(warnings), marks, thinking_switch(probe, marks))
 
 
@@ -116,6 +116,10 @@ def _readers_of(tokenizer: Tokenizer, call: str) -> Iterator[str]:
     formats = [name for name in get_args(CallFormat) if name != RESPONSE_TEMPLATE]
     if _describes_calls(tokenizer):
         formats.insert(0, RESPONSE_TEMPLATE)
+    if f"{NAME}(" in call:
+        formats.remove(LLAMA3_JSON)  # it reads calls in Python's syntax, too, as Llama 4 mixes both
+    # Formats may read each other's calls. The one whose mark the template writes comes first.
+    formats.sort(key=lambda name: not any(mark in call for mark in call_marks(name)))
     for name in formats:
         use = ToolUse((TOOL,), name, parallel=True, forced=False)
         reader = ToolCalls(use, tokenizer.response_template)

@@ -78,13 +78,14 @@ def render_conversation(
     if chat.missing("tools"):
         chat.render = partial(_with_tools_in_system, render)
         chat.take_any(said)
-    if any(len(chat.messages[number]["tool_calls"]) > 1 for number in chat.missing("tool_calls")):
+    if chat.missing("tool_calls"):
+        chat.take_named_ids()
+    has_texts = len(marks) == 1 and marks[0] in CALL_TEXTS
+    if not has_texts and any(len(chat.messages[number]["tool_calls"]) > 1 for number in chat.missing("tool_calls")):
         chat.take([with_one_call_a_turn(chat.messages)])
     if chat.missing("tool_calls"):
         chat.take_calls_alone()
-    if chat.missing("tool_calls"):
-        chat.take_named_ids()
-    if chat.missing("tool_calls") and len(marks) == 1 and marks[0] in CALL_TEXTS:
+    if chat.missing("tool_calls") and has_texts:
         chat.take_any(with_calls_as_text(chat.messages, marks[0]))
     if chat.missing("python"):
         chat.take([with_arguments_as_text(chat.messages)])
@@ -182,9 +183,9 @@ class _Chat:
         digest = hashlib.sha256(repr(self.messages).encode()).hexdigest()
         words = [f"Word{digest}{number:06d}" for number in numbers]
         for number, word in zip(numbers, words, strict=True):
-            function = marked[number]["tool_calls"][0]["function"]
-            names[word] = function["name"]
-            function["name"] = word
+            call = marked[number]["tool_calls"][0]
+            names[word] = call["function"]["name"]
+            _rename(call, word)
         prompt = self.render(marked, self._tools, self._documents)
         for number, word in zip(numbers, words, strict=True):
             before, _, after = prompt.partition(word)
@@ -282,15 +283,15 @@ class _MarkedCopies:
         return marked
 
     def _call(self, call: dict[str, Any], number: int) -> dict[str, Any]:
-        name = call["function"]["name"]
-        function = {**call["function"], "name": self._word("tool_calls", number)}
-        call_id = call["id"].replace(f"functions.{name}:", f"functions.{function['name']}:")
+        marked = {**call, "function": dict(call["function"])}
+        _rename(marked, self._word("tool_calls", number))
+        function = marked["function"]
         if isinstance(function["arguments"], str):
             function["arguments"] = json.dumps({"x": self._word("tool_calls", number)})
         elif function["arguments"]:
             key = self._word("tool_calls", number)
             function["arguments"] = {key: self._word("tool_calls", number)}
-        return {**call, "id": call_id, "function": function}
+        return marked
 
     def _document(self, document: dict[str, Any], number: int) -> dict[str, Any]:
         words: list[str] = []
@@ -301,6 +302,13 @@ class _MarkedCopies:
                 marked[key] = words[-1]
         self.parts.append(_MarkedPart("documents", number, words))
         return marked
+
+
+def _rename(call: dict[str, Any], name: str) -> None:
+    """Change the name of a call's function, also in an id that has it."""
+    old = call["function"]["name"]
+    call["function"]["name"] = name
+    call["id"] = call["id"].replace(f"functions.{old}:", f"functions.{name}:")
 
 
 def _shows_late_system_prompts(render: Render) -> bool:

@@ -28,7 +28,7 @@ class ThoughtMarks:
 
 Parser = Literal[
     "auto", "none", "qwen3", "deepseek_r1", "harmony", "seed_oss", "mistral", "cohere", "gemma4", "apertus",
-    "openthinker", "exaone_deep", "kimi_vl",
+    "openthinker", "exaone_deep", "kimi_vl", "solar_open", "kimi_k3",
 ]  # fmt: skip
 HARMONY = "harmony"
 DEEPSEEK_R1 = "deepseek_r1"
@@ -36,6 +36,8 @@ MARKS: dict[str, ThoughtMarks] = {
     HARMONY: ThoughtMarks(
         "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>"
     ),
+    "solar_open": ThoughtMarks("<|think|>", "<|end|>", "<|begin|>assistant", "<|content|>"),
+    "kimi_k3": ThoughtMarks("<|open|>think<|sep|>", "<|close|>think<|sep|>", "", "<|open|>response<|sep|>"),
     "seed_oss": ThoughtMarks("<seed:think>", "</seed:think>"),
     "mistral": ThoughtMarks("[THINK]", "[/THINK]"),
     "cohere": ThoughtMarks("<|START_THINKING|>", "<|END_THINKING|>"),

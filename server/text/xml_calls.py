@@ -107,7 +107,7 @@ class _Region:
             self._since_end = None
             self.values[key] = []
             if is_string is not None:
-                self.are_strings[key] = is_string == "true"
+                self.are_strings[key] = is_string in ("true", "string")
         elif kind == "closes":
             self.is_complete = True
         elif self._back_to_value():
@@ -289,9 +289,15 @@ class XmlRegions:
         self.finish(output)
 
 
+_JSON_TAG = regex.compile(r"<\|(?:open|close)\|>json[^<>]*<\|sep\|>")
+"""Tags of Kimi K3 around arguments as one object."""
+
+
 def _json_object(text: str) -> dict[str, Any] | None:
     try:
-        value = json.loads(text, strict=False, parse_constant=finite_number, parse_float=finite_number)
+        value = json.loads(
+            _JSON_TAG.sub("", text), strict=False, parse_constant=finite_number, parse_float=finite_number
+        )
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

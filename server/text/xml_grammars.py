@@ -40,8 +40,8 @@ class XmlSyntax:
     """Text that no string contains, because it begins a call."""
     key: str = r"[^<>\n]{1,200}"
     """Pattern of arguments' names."""
-    is_typed: bool = False
-    """Whether IS_STRING in `begin` stands for "true" before strings and "false" before JSON."""
+    types: tuple[str, str] = ("", "")
+    """Texts for TYPE in `begin` before strings and before JSON; "" if the tag has no type."""
 
 
 _ATTRIBUTE = r'[^<>"\n]{1,200}'
@@ -55,9 +55,13 @@ XML_SYNTAXES: Mapping[str, XmlSyntax] = {
     **dict.fromkeys(
         ("deepseek_v32", "deepseek_v4"),
         XmlSyntax(
-            rf'"<{DSML}parameter name=\"" KEY "\" string=\"IS_STRING\">"', f"</{DSML}parameter>", "", r'"\n"?',
-            f"<{DSML}", _ATTRIBUTE, is_typed=True,
+            rf'"<{DSML}parameter name=\"" KEY "\" string=\"TYPE\">"', f"</{DSML}parameter>", "", r'"\n"?',
+            f"<{DSML}", _ATTRIBUTE, types=("true", "false"),
         ),
+    ),
+    "kimi_k3": XmlSyntax(
+        r'"<|open|>" "argument key=\"" KEY "\" type=\"TYPE\"" "<|sep|>"', "<|close|>", "", '"argument" "<|sep|>"',
+        "<|open|>", _ATTRIBUTE, ("string", r'" ("number" | "boolean" | "null" | "object" | "array") "'),
     ),
     **{
         f"hy3{name}": XmlSyntax(
@@ -139,12 +143,12 @@ class XmlArguments:
     def _argument(self, key: str, strings: Sequence[str], others: Sequence[str]) -> str:
         """Return the right side of a rule for an argument; strings, others: for its values."""
         begin = self._with_marks(self._syntax.begin).replace("KEY", key)
-        if not self._syntax.is_typed:
+        if not any(self._syntax.types):
             return f"{begin} ({' | '.join([*strings, *others])}) {self._syntax.after}"
         sides = []
-        for is_string, values in (("true", strings), ("false", others)):
+        for kind, values in zip(self._syntax.types, (strings, others), strict=True):
             if values:
-                sides.append(f"{begin.replace('IS_STRING', is_string)} ({' | '.join(values)})")
+                sides.append(f"{begin.replace('TYPE', kind)} ({' | '.join(values)})")
         return f"({' | '.join(sides)}) {self._syntax.after}"
 
     def _value(self, name: str, key: str, schema: Any, root: Schema) -> tuple[list[str], list[str]]:
@@ -155,13 +159,13 @@ class XmlArguments:
             values = alternatives(schema, root)
         except CannotSplit as error:
             raise self._refusal(key, str(error)) from error
-        excluded = (_BEGINS_AS_JSON,) if values.are_bounded and not self._syntax.is_typed else ()
+        excluded = (_BEGINS_AS_JSON,) if values.are_bounded and not any(self._syntax.types) else ()
         patterns = [*values.strings, *self._choices(values, key, root)]
         strings = [
             self._text(f"TEXT_{name}_{place}", one, json.dumps(key), excluded) for place, one in enumerate(patterns)
         ]
         schemas = [*values.others]
-        if self._syntax.is_typed:
+        if any(self._syntax.types):
             schemas += [{"const": choice} for choice in values.choices if not isinstance(choice, str)]
         others = []
         if schemas:
@@ -189,12 +193,12 @@ class XmlArguments:
         """Return patterns of the listed values that are read back as they are."""
         spelled = []
         for choice in values.choices:
-            if self._syntax.is_typed and not isinstance(choice, str):
+            if any(self._syntax.types) and not isinstance(choice, str):
                 continue
             text = choice if isinstance(choice, str) else json.dumps(choice, ensure_ascii=False)
             if self._syntax.end.replace("KEY", key) in text or self._syntax.mark in text:
                 continue
-            if self._syntax.is_typed or json.dumps(as_value(text, key, root)) == json.dumps(choice):
+            if any(self._syntax.types) or json.dumps(as_value(text, key, root)) == json.dumps(choice):
                 spelled.append(re.escape(text))
         if not spelled:
             return []

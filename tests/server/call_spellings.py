@@ -206,6 +206,25 @@ def pythonic(calls: list[Call]) -> str:
     return f"<|python_start|>{python_calls(calls)}<|python_end|>"
 
 
+def kimi_k3(calls: list[Call]) -> str:
+    def tag(name: str, text: str, attributes: str = "") -> str:
+        return f"<|open|>{name}{attributes}<|sep|>{text}<|close|>{name}<|sep|>"
+
+    made = ""
+    for number, (name, values) in enumerate(calls, start=1):
+        arguments = "".join(
+            tag("argument", value if isinstance(value, str) else dumps(value), f' key="{key}" type="{type_of(value)}"')
+            for key, value in values.items()
+        )
+        made += tag("call", arguments, f' tool="{name}" index="{number}"')
+    return tag("tools", made)
+
+
+def type_of(value: Any) -> str:
+    names = {str: "string", bool: "boolean", dict: "object", list: "array", type(None): "null"}
+    return names.get(type(value), "number")
+
+
 SPELL: dict[str, Callable[[list[Call]], str]] = {
     spell.__name__: spell
     for spell in (
@@ -233,5 +252,6 @@ SPELL: dict[str, Callable[[list[Call]], str]] = {
         gemma4,
         lfm2,
         pythonic,
+        kimi_k3,
     )
 }

@@ -29,6 +29,7 @@ ENDS = {
     "hy3": "</tool_call>",
     "hy3_opensource": "</tool_call:opensource>",
     "minimax_m3": "]<]minimax[>[</invoke>",
+    "kimi_k3": "<|close|>call<|sep|>",
 }
 """Ends of a call in formats whose values are plain text between tags."""
 LITERAL = {"gemma4": "}<", "lfm2": ")]<", "pythonic": ")]<"}

@@ -25,6 +25,7 @@ from tests.server.call_spellings import TEMPLATES
 from tests.server.families import FAMILIES
 from tests.server.text.call_cases import FORM_OF
 from tests.server.text.conversations import Turn, rendered, says, template
+from tests.server.text.layouts import LAYOUTS
 from tests.server.tiny_models import TOKENIZER
 
 FILES = {
@@ -36,6 +37,7 @@ FILES = {
 FORMATS = {
     **{name: FORM_OF.get(name) for name in FILES},
     **{f"family {family.name}": family.calls for family in FAMILIES},
+    **{(layout.name if layout.name in SHIPPED else f"family {layout.name}"): layout.calls for layout in LAYOUTS},
     "harmony": "harmony",
     "chatml-tools": "hermes",
     "gemma-tools": "hermes",
@@ -54,6 +56,7 @@ BY_TEMPLATE = {
     "tools": {"mistral", "family mistral_v3", "family mistral_v11"},
     "thoughts": {
         *("qwen3", "harmony", "family qwen3", "family glm4", "family lfm25", "family minimax_m2"),
+        *("deepseek32", "deepseek4", "family kimi_k25"),
     },
 }
 """Templates that move a part themselves: they show tools in the user's last turn, or thoughts
