@@ -35,7 +35,7 @@ from server.openai.thinking import GrammarScope, thoughts_of
 from server.serving.choice import TextOptions
 from server.serving.generation import Generation
 from server.state import Server
-from server.text.call_formats import call_marks
+from server.text.call_formats import END_MARKS, call_marks
 from server.text.line_bounds import LineBounds
 from server.text.structured import Structure, structure_of
 from server.text.thinking_switch import Setting
@@ -84,7 +84,7 @@ def check_model(server: Server, name: str | None) -> str:
 
 @dataclass(frozen=True)
 class Filling:
-    """Ends of an answer that fills a gap."""
+    """Further ends of an answer that fills a gap, or has calls."""
 
     end_token_ids: frozenset[int]
     """Tokens that end it, as the model's end tokens do."""
@@ -178,7 +178,7 @@ async def prepare(
 ) -> Generation:
     """Return the generation of a body whose prompts are tokenized.
 
-    filling: ends of an answer that fills a gap; None for any other answer.
+    filling: further ends of the answer; None if there are none.
     """
     body.seed = named_seed(body)
     bad_words = await _bad_words(server, body)
@@ -354,7 +354,9 @@ def _check_continued(body: ChatRequest, last_message: dict[str, Any]) -> None:
 async def prepare_chat(server: Server, body: ChatRequest) -> Generation:
     """Return the generation of a conversation's next message."""
     prompt, tools = await chat_prompt(server, body, _most_tokens(server, body))
-    return await prepare(server, body, [prompt], max_tokens_of(body), tools)
+    end = None if tools is None else server.tokenizer.token_of(END_MARKS.get(tools.format, ""))
+    filling = None if end is None else Filling(frozenset({end}))
+    return await prepare(server, body, [prompt], max_tokens_of(body), tools, filling)
 
 
 async def prepare_completion(server: Server, body: CompletionRequest) -> Generation:

@@ -58,13 +58,12 @@ def follows(arguments: Any, parameters: Mapping[str, Any], is_exact: bool) -> bo
 
 
 def part_of(schema: Mapping[str, Any], name: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of a property or of a list's elements (`item`); an unrestricted one if
-    there is none. root: resolves references.
-    """
-    found = _Schemas(root).at(schema, name)
-    if found is None and name == "item" and isinstance(schema.get("items"), Mapping):
-        found = schema["items"]
-    return found if isinstance(found, Mapping) else {}
+    """Return the schema of a property, or of a list's elements (`item`)."""
+    part = _Schemas(root).at(schema, name)
+    wrapped = [schema, *_schemas(schema, "allOf")]
+    if part is None and name == "item":
+        part = next((one["items"] for one in wrapped if isinstance(one, Mapping) and "items" in one), None)
+    return part if isinstance(part, Mapping) else {}
 
 
 def referred(root: Mapping[str, Any], reference: Any) -> Any:

@@ -208,7 +208,7 @@ SYNTAXES: Mapping[str, CallSyntax] = {
         first='"["',
         between='", "',
         last='"]"',
-        in_text=("start: TEXT | calls", r"TEXT: /(\s*[^{\s](?s:.*))?/ & ~/(?s:.*)\[\s*(?:NAMES)\s*\((?s:.*)/"),
+        in_text=("start: TEXT | calls", r"TEXT: /(\s*[^{\[\s](?s:.*))?/ & ~/(?s:.*)\[\s*(?:NAMES)\s*\((?s:.*)/"),
     ),
     # The prompt has opened the thoughts or the text, and their close is of several tokens.
     KIMI_K3: CallSyntax(

@@ -369,6 +369,8 @@ class LiteralRegions:
         parser = self._parser
         try:
             next(self._steps)
+            if parser.is_last:
+                raise _NoCall
         except StopIteration:
             output.say(self._blank)
             self._blank = ""

@@ -143,13 +143,14 @@ class XmlArguments:
     def _argument(self, key: str, strings: Sequence[str], others: Sequence[str]) -> str:
         """Return the right side of a rule for an argument; strings, others: for its values."""
         begin = self._with_marks(self._syntax.begin).replace("KEY", key)
+        after = self._with_marks(self._syntax.after)
         if not any(self._syntax.types):
-            return f"{begin} ({' | '.join([*strings, *others])}) {self._syntax.after}"
+            return f"{begin} ({' | '.join([*strings, *others])}) {after}"
         sides = []
         for kind, values in zip(self._syntax.types, (strings, others), strict=True):
             if values:
                 sides.append(f"{begin.replace('TYPE', kind)} ({' | '.join(values)})")
-        return f"({' | '.join(sides)}) {self._syntax.after}"
+        return f"({' | '.join(sides)}) {after}"
 
     def _value(self, name: str, key: str, schema: Any, root: Schema) -> tuple[list[str], list[str]]:
         """Return the right sides of rules for values with the tag that ends them: for strings, and

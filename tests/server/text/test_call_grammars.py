@@ -25,7 +25,7 @@ from tokenizers import AddedToken
 from engine.api import RequestError
 from engine.grammar.grammar_tokens import read_vocabulary
 from server.text import text_values
-from server.text.call_formats import HARMONY, LLAMA3_JSON, PYTHONIC
+from server.text.call_formats import HARMONY, KIMI_K3, LLAMA3_JSON, MINIMAX, PYTHONIC
 from server.text.call_grammars import SYNTAXES
 from server.text.call_pieces import Piece
 from server.text.harmony import HarmonyMessages
@@ -194,9 +194,13 @@ def check_forced(form: str, model: Model, parameters: dict[str, Any], count: int
             jsonschema.validate(arguments, parameters)
 
 
+WALKED = [form for form in SYNTAXES if form != KIMI_K3]
+"""Formats whose grammars a random walk leaves. Kimi K3's begin with any text."""
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("are_special", [False, True])
-@pytest.mark.parametrize("form", SYNTAXES)
+@pytest.mark.parametrize("form", WALKED)
 def test_forced_calls_are_read_back(model_of: Callable[[str, bool], Model], form: str, are_special: bool) -> None:
     model = model_of(form, are_special)
     for parallel in (True, False):
@@ -207,7 +211,7 @@ def test_forced_calls_are_read_back(model_of: Callable[[str, bool], Model], form
 @pytest.mark.parametrize(
     ("form", "are_special"),
     # In harmony, text that spells a mark ends a message wherever it is.
-    [(form, is_one) for form in SYNTAXES for is_one in (False, True) if is_one or form != HARMONY],
+    [*((form, is_one) for form in WALKED for is_one in (False, True) if is_one or form != HARMONY)],
 )
 def test_strict_calls_in_free_text_are_read_back(
     model_of: Callable[[str, bool], Model], form: str, are_special: bool
@@ -231,7 +235,34 @@ def test_strict_calls_in_free_text_are_read_back(
             seen += 1
             if name == strict.function.name:
                 jsonschema.validate(arguments, PARAMETERS)
-    assert seen
+    assert seen or form in (PYTHONIC, "minimax_m3")
+
+
+# Right calls that a random walk hardly finds, and their integer replaced.
+LONG = {
+    KIMI_K3: "Hm.<|close|>think<|sep|>" + SPELL["kimi_k3"]([("add", {"text": 'it is "so"', "days": 3})]),
+    PYTHONIC: r'[add(text="it is \"so\"", days=3)]',
+    "minimax_m3": (
+        f'{MINIMAX}<tool_call>\n{MINIMAX}<invoke name="add">{MINIMAX}<text>it is "so"{MINIMAX}</text>'
+        f"{MINIMAX}<days>3{MINIMAX}</days>{MINIMAX}</invoke>\n{MINIMAX}</tool_call>"
+    ),
+}
+
+
+@pytest.mark.parametrize("is_forced", [True, False])
+@pytest.mark.parametrize("form", LONG)
+def test_strict_calls_are_allowed_as_the_model_writes_them(
+    model_of: Callable[[str, bool], Model], form: str, is_forced: bool
+) -> None:
+    model = model_of(form, form == KIMI_K3)
+    properties = {"text": {"type": "string"}, "days": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties, "required": ["text", "days"]}
+    use = ToolUse(tools(parameters, strict=True), form, True, forced=is_forced)
+    grammar = grammar_of(use, model)
+    assert model.allows(grammar, LONG[form])
+    assert not model.allows(grammar, LONG[form].replace("3", "three"))
+    call = LONG[form].rpartition("think<|sep|>")[2]
+    assert read(use, call) == ("", [("add", {"text": 'it is "so"', "days": 3})], True)
 
 
 @pytest.mark.slow
