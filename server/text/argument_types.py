@@ -99,9 +99,7 @@ def _readings(text: str) -> list[Any]:
 
 
 def finite_number(text: str) -> float:
-    """Return a JSON number. Raises ValueError for NaN and infinity, which Python's decoder
-    accepts.
-    """
+    """Return a finite JSON number; raises ValueError for any other."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(text)

@@ -42,26 +42,18 @@ _HARMONY_TYPE = r"\s{0,9}(?:<\|constrain\|>)?\s{0,9}\w{0,32}<\|message\|>" + _SP
 
 @dataclass(frozen=True)
 class JsonFormat:
-    """Marks around a call's JSON. Patterns are regular expressions, matched at the end of the
-    previous part.
-    """
+    """Marks around a call's JSON. Patterns are matched at the end of the previous part."""
 
     opens: Mapping[str, str]
-    """Marks that begin a call, each with the pattern of the text up to the object's first
-    bracket.
-    """
+    """Marks that begin a call, each with the pattern up to the object's first bracket."""
     after: str = ""
-    """Pattern of the text after the object; a group `more` matches the text up to the next object's
-    bracket.
-    """
+    """Pattern after the object; the group `more` ends at the next object's bracket."""
     close: str | None = None
     """Mark that ends a call whose JSON is invalid."""
     last: tuple[str, ...] = ()
     """Marks after all calls."""
     is_named: bool = field(default=False)
-    """Whether the opening pattern contains the function's name and the object only the
-    arguments.
-    """
+    """Whether the opening pattern has the function's name, and the object only arguments."""
     has_ids: bool = False
     """Whether the name is a part of the call's id."""
 
@@ -133,9 +125,7 @@ JSON_FORMATS: dict[str, JsonFormat] = {
 
 @dataclass(frozen=True)
 class XmlFormat:
-    """Tags around a call's arguments, as regular expressions. A tag may be several words with white
-    space between.
-    """
+    """Tags around a call's arguments, as regular expressions."""
 
     mark: str
     """Text with which a call begins."""
@@ -250,9 +240,7 @@ END_MARKS = {GEMMA4: "<|tool_response>"}
 
 
 def call_marks(form: str | None) -> tuple[str, ...]:
-    """Return the texts with which a format's calls may begin, the outermost first; empty if they
-    are not known.
-    """
+    """Return the texts with which a format's calls may begin, the outermost first."""
     if form == HARMONY:
         return ("<|start|>assistant to=",)
     if form == "solar_open":

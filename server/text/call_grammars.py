@@ -56,9 +56,7 @@ SpecialToken = Callable[[str], int | None]
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """Calls of a format: mark, first, call, any number of (between, call), last. Each is the right
-    side of a rule.
-    """
+    """Calls of a format: mark, first, call, any number of (between, call), last. Each is a rule."""
 
     call: str
     """NAME and ARGUMENTS stand for a function's name and arguments."""
@@ -247,9 +245,7 @@ SYNTAXES: Mapping[str, CallSyntax] = {
 
 
 class CallGrammar:
-    """Grammar of an answer that may call some functions. Methods raise RequestError for arguments
-    that the format cannot express.
-    """
+    """Grammar of an answer that may call functions. Methods raise RequestError."""
 
     def __init__(self, tools: Sequence[Tool], form: str, special_token: SpecialToken, is_parallel: bool) -> None:
         """form: a key of SYNTAXES. is_parallel: whether calls may follow each other."""

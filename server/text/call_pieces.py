@@ -21,9 +21,7 @@ _STRING_END = re.compile(r'["\\\x00-\x1f]')
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _SPACE = re.compile(r"\s*")
 _PLAIN = re.compile(r"[\s:,0-9+\-.eEtrufalsn]*")
-"""Characters that JSON allows outside strings and brackets: white space, separators, numbers, true,
-false and null.
-"""
+"""Characters that JSON allows outside strings and brackets."""
 _NUMBER = re.compile(r":\d+\Z")
 _CLOSER = {"{": "}", "[": "]"}
 
@@ -95,9 +93,7 @@ class Reader(Protocol):
 
 
 class _Object:
-    """Incremental parser of one call's JSON object. It tracks strings, so marks inside them are
-    text.
-    """
+    """Incremental parser of one call's JSON object; marks inside strings are text."""
 
     def __init__(self, name: str | None) -> None:
         """name: of the function, if the object has only its arguments."""
@@ -240,9 +236,7 @@ class Calls:
         return only[0] if is_number and len(only) == 1 else call_id
 
     def begin(self, name: str | None = None) -> None:
-        """Begin a possible call's object; name: of the function, if the object has only its
-        arguments.
-        """
+        """Begin a possible call's object; name: if the object has only its arguments."""
         self._object = _Object(name)
         self._is_announced = False
         self._is_named = name is not None
@@ -273,9 +267,7 @@ class Calls:
         output.call(Piece(len(self.calls) - 1, name, arguments))
 
     def settle(self, output: CallParts) -> bool:
-        """Report a complete object that was held back, if it is a call. Returns whether it is
-        one.
-        """
+        """Report a complete object that was held back. Returns whether it is a call."""
         assert self._object is not None
         if self._is_announced or self._is_named:
             return self._is_announced
@@ -288,9 +280,7 @@ class Calls:
         return True
 
     def end(self, output: CallParts, before: str = "") -> bool:
-        """End the call and return whether it was one. If not, it becomes text, together with the
-        text before it.
-        """
+        """End the object. If it is no call, it becomes text, with the text before it."""
         assert self._object is not None
         is_complete = self._object.is_complete
         if is_complete:

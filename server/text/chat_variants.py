@@ -20,9 +20,7 @@ from server.text.literal_calls import spelled
 Messages = list[dict[str, Any]]
 
 _TEXT_BEFORE_CALLS = "text_before_calls"
-"""Key of a message whose content the template does not show: its text, which belongs before its
-calls.
-"""
+"""Key of a message whose text belongs before its calls and is not shown there."""
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _LETTERS = string.ascii_letters + string.digits
 
@@ -132,9 +130,7 @@ def _with_short_ids(messages: Messages) -> Messages:
 
 
 def with_named_ids(messages: Messages) -> Messages:
-    """Return the messages with ids of calls that have the function's name and the call's number in
-    the conversation, for templates that show the name there alone (Kimi).
-    """
+    """Return the messages with ids that name the function and number the call (Kimi)."""
     ids: dict[str, str] = {}
     result: Messages = []
     number = itertools.count()
@@ -176,9 +172,7 @@ def _has_text_and_thoughts(message: dict[str, Any]) -> bool:
 
 
 def _with_texts_before_thoughts(messages: Messages) -> Messages:
-    """Return the messages with the text next to thoughts and calls in a separate message before
-    them.
-    """
+    """Return the messages with text next to thoughts and calls in a message before them."""
     result: Messages = []
     for message in messages:
         if _has_text_and_thoughts(message):
@@ -205,9 +199,7 @@ def with_one_call_a_turn(messages: Messages) -> Messages:
 
 
 def _separate_calls(message: dict[str, Any], answers: Messages) -> Messages:
-    """Return the calls of a message in separate messages, each followed by its results, then other
-    results.
-    """
+    """Return the calls of a message in separate messages, each followed by its results."""
     result: Messages = []
     turn = message
     for call in message["tool_calls"]:
@@ -231,9 +223,7 @@ def with_late_system_prompts_in_user(messages: Messages) -> Messages:
 
 
 def _with_one_system_prompt(messages: Messages) -> Messages:
-    """Return the messages with one system prompt at the beginning; later system prompts become the
-    user's.
-    """
+    """Return the messages with one system prompt; later ones become the user's."""
     count = num_leading_system_prompts(messages)
     rest = with_late_system_prompts_in_user(messages)[count:]
     if not count:
@@ -243,9 +233,7 @@ def _with_one_system_prompt(messages: Messages) -> Messages:
 
 
 def _with_alternating_turns(messages: Messages) -> Messages:
-    """Return the messages with adjacent texts of one role joined; user text after results of calls
-    joins the last result.
-    """
+    """Return the messages with adjacent texts of one role joined, and text after results."""
     result: Messages = []
     for message in messages:
         if result and _may_join(result[-1], message):
@@ -257,9 +245,7 @@ def _with_alternating_turns(messages: Messages) -> Messages:
 
 
 def _may_join(message: dict[str, Any], later: dict[str, Any]) -> bool:
-    """Whether two adjacent messages are texts of one role, or the later one is the user's after a
-    result.
-    """
+    """Whether adjacent messages are texts of one role, or the user's after a result."""
     if not _is_text(later):
         return False
     if message["role"] == "tool" and later["role"] == "user":
@@ -276,9 +262,7 @@ def _joined(texts: Iterable[str]) -> str:
 
 
 def with_system_in_user(messages: Messages, system: Sequence[int]) -> Messages:
-    """Return the messages with these system prompts, which precede all turns, at the beginning of
-    the user's first message.
-    """
+    """Return the messages with these system prompts in the user's first message."""
     first = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         raise refusal("content", system[0])

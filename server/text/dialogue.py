@@ -86,9 +86,7 @@ def dialogue_of(tokenizer: Tokenizer, call_parser: str, reasoning_parser: str) -
 
 
 def _parser_warning(call_parser: str, fitting: str | None) -> str:
-    """Return the warning about a format that does not read the template's calls; fitting: a format
-    that does.
-    """
+    """Return the warning about a wrong format; fitting: a format that reads the calls."""
     warning = f"--tool-call-parser {call_parser} does not read the calls that the chat template shows"
     if fitting is not None:
         warning += f"; {fitting} reads them"
@@ -101,9 +99,7 @@ def _describes_calls(tokenizer: Tokenizer) -> bool:
 
 
 def _call(probe: Probe, shows_tools: bool) -> str | None:
-    """Return a call as the template shows it, with the text after it; None if it does not show
-    calls.
-    """
+    """Return a rendered call with the text after it; None if calls are not shown."""
     shown = probe.answer(tool_calls=[_CALL], has_tools=shows_tools)
     plain = probe.answer(content=ANSWER, has_tools=shows_tools)
     if shown is None or plain is None:
@@ -132,9 +128,7 @@ def _readers_of(tokenizer: Tokenizer, call: str) -> Iterator[str]:
 
 
 def _format_by_token(tokenizer: Tokenizer) -> str | None:
-    """Return the only format whose calls begin with a token of the vocabulary; None if there are
-    several or none.
-    """
+    """Return the only format whose calls begin with a token of the vocabulary, if any."""
     names = [name for name in get_args(CallFormat) if _begins_with_token(tokenizer, name)]
     return names[0] if len(names) == 1 else None
 

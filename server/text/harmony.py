@@ -39,9 +39,7 @@ class _Kind(Enum):
 
 
 class HarmonyMessages:
-    """Parser of one answer's text, in pieces of any size. Text without a valid header is text of
-    the answer.
-    """
+    """Parser of one answer's text, in pieces of any size. Text without a header is text."""
 
     holds_call = False
     has_called = False
@@ -72,9 +70,7 @@ class HarmonyMessages:
         return self._kind is _Kind.THOUGHT
 
     def feed(self, text: str, is_last: bool = False) -> list[str | Thought]:
-        """Return the parts found in a piece of text; the last piece releases everything but an
-        unfinished header.
-        """
+        """Return the parts found; the last piece releases all but an unfinished header."""
         self._held += text
         parts: list[str | Thought] = []
         while self._held and self._advance(parts):
@@ -121,9 +117,7 @@ class HarmonyMessages:
         return True
 
     def _release(self, length: int, parts: list[str | Thought]) -> None:
-        """Release held text as a part of the open message. An empty line separates messages of one
-        kind.
-        """
+        """Release held text. An empty line separates messages of one kind."""
         text = self._held[:length]
         self._held = self._held[length:]
         if not text:

@@ -26,9 +26,7 @@ _SNIPPET = "\n\n--- snippet ---\n\n"
 
 @dataclass(frozen=True)
 class Family:
-    """Spellings of a family's marks. Without a middle the suffix comes first, and the answer
-    follows the prefix.
-    """
+    """Spellings of a family's marks. Without a middle the answer follows the prefix."""
 
     prefix: str
     suffix: str
@@ -138,9 +136,7 @@ class Infill:
         return self._tokenizer.encode_as_text(text, self._controls)
 
     def inner_ids(self, text: str) -> list[int]:
-        """Return the tokens of a text that does not begin a text: without the space that some
-        tokenizers add.
-        """
+        """Return the tokens of a text inside another one."""
         return self._tokenizer.encode_inside(text, self._controls)
 
     def further_ids(self, texts: Sequence[FurtherText]) -> list[list[int]]:
@@ -151,9 +147,7 @@ class Infill:
         return [[mark, *self.inner_ids(f"{further.name}\n{further.text}")] for further in texts]
 
     def with_heads(self, further: Sequence[Sequence[int]]) -> list[int]:
-        """Return further texts with the mark of the repository before them and that of the edited
-        file after them.
-        """
+        """Return further texts after the repository's mark, and before the edited file's."""
         tokens = [token for text in further for token in text]
         mark = self._ids.get(self._family.file)
         if mark is None or not further:

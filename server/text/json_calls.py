@@ -70,9 +70,7 @@ class JsonRegions:
             pass
 
     def finish(self, output: CallParts) -> None:
-        """Read the end of the answer. The beginning of a mark is text, unless the mark would end a
-        complete call.
-        """
+        """Read the end of the answer. The beginning of a mark is text outside of a call."""
         rest = self._text[self._position :]
         self._say_blank(output)
         if self._at is _JsonState.TEXT:

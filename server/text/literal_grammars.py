@@ -31,9 +31,7 @@ class LiteralArguments:
     """Rules of one function's arguments."""
 
     def __init__(self, form: str, with_marks: Callable[[str], str], quote_token: str, number: int) -> None:
-        """with_marks: replaces marks in the right side of a rule. quote_token: the special token
-        for the mark around strings, in Lark; "" if it is text. number: of the function.
-        """
+        """quote_token: the special token around strings, in Lark, if the mark is one."""
         self._assign, self._comma = LITERAL_GRAMMARS[form]
         self._has_marks = form == "gemma4"
         self._with_marks = with_marks
@@ -48,9 +46,7 @@ class LiteralArguments:
         return [f'args_{self._number}: (({pair}) ("{self._comma}" {pair})*)?', *self._rules]
 
     def following(self, schema: Schema) -> list[str]:
-        """Return the rules for arguments that follow a schema, in the order of its properties.
-        Raises CannotSplit.
-        """
+        """Return the rules for arguments that follow a schema; raises CannotSplit."""
         root = merged(schema, schema)
         properties = root.get("properties") or {}
         required = root.get("required") or []

@@ -45,9 +45,7 @@ class SpelledToken:
 
 
 def spell(tokenizer: Tokenizer, token: int, scores: TokenLogprob | None, offset: int) -> SpelledToken:
-    """Return a token with its text; scores: None for the first token of a prompt, which has no
-    logprob.
-    """
+    """Return a token with its text; scores: None for the first token of a prompt."""
     if scores is None:
         return SpelledToken(*tokenizer.spell(token), None, (), offset)
     top = tuple((*tokenizer.spell(other), max(score, _LEAST)) for other, score in scores.top)
@@ -70,9 +68,7 @@ def chat_logprobs(tokens: Sequence[SpelledToken]) -> ChatLogprobs:
 
 
 def completion_logprobs(tokens: Sequence[SpelledToken]) -> CompletionLogprobs:
-    """Return `logprobs` of a completion choice or chunk. The emitted token is always among the
-    likeliest.
-    """
+    """Return `logprobs` of a completion, the emitted token among the likeliest."""
     ranked = (None if token.logprob is None else _ranked(token, token.logprob) for token in tokens)
     return CompletionLogprobs(
         tokens=[_name(token.text, token.raw) for token in tokens],
@@ -99,9 +95,7 @@ def _ranked(token: SpelledToken, logprob: float) -> dict[str, float]:
 
 
 def _name(text: str, raw: bytes) -> str:
-    """Return a token's text, or its bytes if they are a part of a character, as OpenAI's
-    completions name them.
-    """
+    """Return a token's text, or its bytes if they are a part of a character."""
     try:
         raw.decode()
     except UnicodeDecodeError:
@@ -116,9 +110,7 @@ def _name_of_bytes(raw: bytes) -> str:
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Iterable[TokenLogprob], num_top: int
 ) -> msgspec.Raw:
-    """Return `prompt_logprobs` of a choice in vLLM's format: null for the first token, then for
-    each token the logprobs by id, with the likeliest tokens at its position.
-    """
+    """Return `prompt_logprobs` of a choice in vLLM's format."""
 
     def place_of(token: int, scores: TokenLogprob) -> dict[str, PromptLogprob]:
         place = {}

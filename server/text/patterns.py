@@ -41,9 +41,7 @@ def has_look_around(pattern: str) -> bool:
 
 
 def without_look_around(pattern: str) -> list[str]:
-    """Return patterns that a text matches if and only if it matches a pattern; none if they are not
-    known.
-    """
+    """Return patterns that together match the same texts; none if they are not known."""
     if pattern in _EQUALS:
         return [_EQUALS[pattern]]
     if not pattern.startswith("^") or has_outer_choice(pattern):

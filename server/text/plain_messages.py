@@ -49,9 +49,7 @@ class PlainMessages:
         self._check(backend)
 
     def escaped(self, value: Any) -> Any:
-        """Return a client's value with breaks in the control tokens that its texts spell, or could
-        help to spell.
-        """
+        """Return a client's value with breaks in spellings of control tokens."""
         if isinstance(value, str):
             return self._escaped_text(value)
         if isinstance(value, Mapping):
@@ -67,9 +65,7 @@ class PlainMessages:
         return [self._numbers.get(number, number) for number in encoded.ids]
 
     def without_breaks(self, text: str) -> str:
-        """Return a rendered prompt without breaks, also without breaks that a template has written
-        in JSON.
-        """
+        """Return a rendered prompt without breaks, also without those written in JSON."""
         for spelling in self._breaks:
             text = text.replace(spelling, "")
         return text
@@ -83,9 +79,7 @@ class PlainMessages:
         return broken
 
     def _renamed(self, backend: Any, added: Mapping[int, str]) -> tuple[Any, dict[int, int]]:
-        """Return a copy of the tokenizer with other names of control tokens, and the right number
-        of each number.
-        """
+        """Return a copy with other names of control tokens, and the number of each number."""
         description = json.loads(backend.to_str())
         for token in description["added_tokens"]:
             token["content"] = self._names.get(token["content"], token["content"])
@@ -95,9 +89,7 @@ class PlainMessages:
         return copy, {copied: number for copied, number in numbers.items() if copied is not None}
 
     def _check(self, backend: Any) -> None:
-        """Raise ConfigError if the copy encodes a control token, or a text that spells one, in
-        another way.
-        """
+        """Raise ConfigError if the copy encodes a control token in another way."""
         controls = frozenset(self._controls.values())
         for text in self._controls:
             around = f"a{text}b"
@@ -110,9 +102,7 @@ class PlainMessages:
 
 
 def _pattern(words: Sequence[str]) -> str:
-    """Return a regular expression for the longest of some words, which looks at each character
-    once.
-    """
+    """Return a regular expression for the longest of some words."""
     rests: dict[str, list[str]] = {}
     for word in filter(None, words):
         rests.setdefault(word[0], []).append(word[1:])

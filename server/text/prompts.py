@@ -1,6 +1,4 @@
-"""A prompt as its answers show it: echoed, and with its logprobs. It is decoded once for all its
-answers.
-"""
+"""A prompt as its answers show it, decoded once for all of them."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ class ShownPrompt:
     def __init__(
         self, request: Request, tokenizer: Tokenizer, echo: bool, skips_special: bool, num_top: int | None
     ) -> None:
-        """request: the first one with this prompt. num_top: number of likeliest tokens per
-        position; None reports nothing.
-        """
+        """request: the first one with this prompt. num_top: likeliest tokens per position."""
         self.text = ""
         """Text, if it is echoed."""
         self.tokens: list[SpelledToken] = []
@@ -70,9 +66,7 @@ class ShownPrompt:
 async def with_prompts(
     parts: AsyncIterator[Arrival], prompts: Sequence[ShownPrompt], num_answers: int, tokenizer: Tokenizer
 ) -> AsyncGenerator[Arrival, None]:
-    """Yield each part after its prompt has been read; answers may wait for the first one with the
-    same prompt.
-    """
+    """Yield each part after its prompt has been read."""
     unread: dict[int, list[Arrival]] = {number: [] for number in range(len(prompts))}
     async for part in parts:
         number, answer = divmod(part[0], num_answers)

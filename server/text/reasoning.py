@@ -77,9 +77,7 @@ class Reasoning:
     """Parser of one answer's text, in pieces of any size. White space next to a tag is dropped."""
 
     def __init__(self, starts_inside: bool, marks: ThoughtMarks = THINK, calls: CallSearch | None = None) -> None:
-        """starts_inside: the prompt has opened the thoughts. calls: finds calls that end them; None
-        if no call may.
-        """
+        """starts_inside: the prompt has opened the thoughts. calls: finds calls in them."""
         self._calls = calls
         self._open = marks.open.rstrip()
         self._close = marks.close
@@ -128,9 +126,7 @@ class Reasoning:
         return [*self._thought(thought if call is None else thought.rstrip()), *([call] if call else [])]
 
     def _advance(self, parts: list[str | Thought]) -> bool:
-        """Release the text whose type is known. Returns whether the state has changed, so that more
-        may follow.
-        """
+        """Release the text whose type is known. Returns whether more may follow."""
         before = self._state
         if self._state is _State.START:
             self._start()
@@ -215,9 +211,7 @@ class Reasoning:
 
 
 class WrappedReasoning:
-    """Parser of an answer whose rest stands between two tags, which are dropped with the white
-    space next to them.
-    """
+    """Parser of an answer whose rest stands between two tags, which are dropped."""
 
     def __init__(self, reader: ThoughtReader, wrapper: tuple[str, str]) -> None:
         self._reader = reader
@@ -310,7 +304,5 @@ def is_open(prompt_end: str, marks: ThoughtMarks = THINK) -> bool:
 
 
 def is_closed(prompt_end: str, marks: ThoughtMarks = THINK) -> bool:
-    """Return whether a prompt with this end has begun the rest of the answer, so that no thoughts
-    may follow.
-    """
+    """Return whether a prompt with this end has begun the rest of the answer."""
     return prompt_end.rstrip().endswith(marks.lead or marks.close)

@@ -122,9 +122,7 @@ class _Chat:
         return [number for missing_kind, number in self.parts_missing if missing_kind == kind]
 
     def take(self, candidates: Iterable[Messages]) -> None:
-        """Take the first variant that the template accepts; raises RequestError if there is
-        none.
-        """
+        """Take the first variant that the template accepts; raises RequestError."""
         errors: list[Exception] = []
         for variant in candidates:
             try:
@@ -144,9 +142,7 @@ class _Chat:
         raise RequestError(message, "messages", TEMPLATE_FAILED) from errors[0]
 
     def take_any(self, messages: Messages) -> None:
-        """Take the first variant that the template accepts; if there is none, one in which the user
-        says the system prompts.
-        """
+        """Take the first variant that is accepted, or one in which the user says the system."""
         try:
             self.take(variants(messages))
         except RequestError as error:
@@ -160,9 +156,7 @@ class _Chat:
             raise
 
     def take_calls_alone(self) -> None:
-        """Take messages with a content of None in messages whose calls are omitted; changes nothing
-        if the template refuses them.
-        """
+        """Take messages with a content of None in place of omitted calls, if accepted."""
         with contextlib.suppress(RequestError):
             self.take(variants(with_calls_alone(self.messages, set(self.missing("tool_calls")))))
 
@@ -175,9 +169,7 @@ class _Chat:
             self.messages, self.prompt, self.parts_missing = before
 
     def prompt_with_texts(self, numbers: Sequence[int], marks: Sequence[str]) -> str:
-        """Return the prompt with the texts of some messages inserted before their calls, their
-        original position.
-        """
+        """Return the prompt with some texts inserted before their calls."""
         marked = copy.deepcopy(self.messages)
         names: dict[str, str] = {}
         digest = hashlib.sha256(repr(self.messages).encode()).hexdigest()
@@ -199,9 +191,7 @@ class _Chat:
         return prompt
 
     def _parts_missing(self) -> list[tuple[str, int]]:
-        """Return (type, number) of the parts that the template omits; empty if it refuses the
-        copy.
-        """
+        """Return (type, number) of omitted parts; empty if the copy is refused."""
         copies = _MarkedCopies(self.messages, self._tools, self._documents)
         try:
             text = self.render(copies.messages, copies.tools, copies.documents)
@@ -223,9 +213,7 @@ class _Chat:
 
 
 class _MarkedPart(NamedTuple):
-    """Part of a conversation, and the marker words in its copy; a word in the prompt proves that
-    the part is shown.
-    """
+    """Part of a conversation, and its marker words; one in the prompt proves it is shown."""
 
     kind: str
     number: int
@@ -341,9 +329,7 @@ def _moves_system_prompts(render: Render) -> bool:
 
 
 def _with_tools_in_system(render: Render, messages: Messages, tools: Objects, documents: Objects) -> str:
-    """Render messages with the tools as a text in the system prompt, where Phi-4-mini's template
-    expects them.
-    """
+    """Render with the tools as a text in the system prompt, as Phi-4-mini expects."""
     system = {"role": "system", "content": ""}
     rest = messages
     if messages and messages[0]["role"] == "system":
@@ -374,9 +360,7 @@ def _fault(error: BaseException | None) -> str:
 
 
 def _failed_line(error: BaseException | None) -> int | None:
-    """Return the line of a mistake in the template. None for errors that it raises on purpose or
-    that come from elsewhere.
-    """
+    """Return the line of a mistake in the template; None for its intended errors."""
     if type(error) is TemplateError:
         return None
     if isinstance(error, TemplateSyntaxError):

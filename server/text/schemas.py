@@ -33,9 +33,7 @@ SCHEMAS = frozenset(
 _NULL_VALUES = frozenset({"const", "default"})
 """Keywords with null as a value."""
 _LARGEST_INTEGER = 92 * 10**17
-"""Bound of integers without one: all of 64 bits but the last per cent, where the grammar library's
-own bounds are.
-"""
+"""Bound of integers without one, within the grammar library's own bounds."""
 _BOUNDS = (("minimum", "exclusiveMinimum", -_LARGEST_INTEGER), ("maximum", "exclusiveMaximum", _LARGEST_INTEGER))
 # Values with which a keyword says nothing, and keywords that say nothing without another one.
 _SAY_NOTHING: Mapping[str, tuple[Any, ...]] = {
@@ -129,9 +127,7 @@ class _Cleaner:
         self._root = root
 
     def cleaned(self, schema: Any, is_negated: bool = False) -> Any:
-        """Return a part of the schema. is_negated: whether fewer values of it mean more of the
-        whole.
-        """
+        """Return a part of the schema; is_negated: fewer values mean more of the whole."""
         if not isinstance(schema, dict):
             return schema
         result: dict[str, Any] = {}
@@ -197,9 +193,7 @@ def _says_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without look-around in its pattern, if other patterns or its format say the
-    same.
-    """
+    """Return a schema without look-around, if other patterns or its format say the same."""
     pattern = schema.get("pattern")
     if not isinstance(pattern, str) or not has_look_around(pattern) or not isinstance(schema.get("allOf", []), list):
         return schema
@@ -218,9 +212,7 @@ def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose integers have bounds, because a small model that repeats a digit would
-    never end its answer, and whose numbers have bounds that the library can follow.
-    """
+    """Return a schema whose numbers have bounds, so that answers of small models end."""
     types = schema.get("type")
     if not isinstance(types, list):
         types = [types]

@@ -17,9 +17,7 @@ _TEACHING = (
     ("<start_of_turn>", "", "gemma-tools"),
     ("<|im_start|>", "", "chatml-tools"),
 )
-"""Templates with a place for tools, by the token with which turns begin and the format of calls
-that the model's own template shows; "" for any.
-"""
+"""Templates with a place for tools, by the token of turns and the format shown."""
 _WITHOUT = (
     ("<|end_of_msg|>", ("kimi-k3",)),
     ("<｜User｜>", ("deepseek32", "deepseek4")),

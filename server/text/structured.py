@@ -55,9 +55,7 @@ class Structure:
     param: str | None = None
     """Field that requested it."""
     rule: str = ""
-    """The same as the right side of a rule in Lark, to combine it with others; "" for grammars of
-    clients.
-    """
+    """The same as the right side of a Lark rule; "" for grammars of clients."""
     schemas: Mapping[str, NamedSchema] = field(default_factory=dict, compare=False)
     """Schemas of the client by the rule of the grammar that follows them; "" for a schema alone."""
 
@@ -205,9 +203,7 @@ def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:
 
 
 def _lark(param: str, grammar: str) -> str:
-    """Return a grammar in Lark's notation; a grammar in GBNF (llama.cpp) or EBNF is translated.
-    Raises RequestError.
-    """
+    """Return a grammar in Lark; GBNF and EBNF are translated. Raises RequestError."""
     if not _GBNF_RULE.search(grammar) or len(grammar) > LONGEST_GRAMMAR:
         return grammar
     # Imported when it is needed: other requests do without the library in this process.
@@ -222,8 +218,6 @@ def _lark(param: str, grammar: str) -> str:
 
 
 def lark_literal(regex: str) -> str:
-    """Return a regular expression as a literal of Lark, with escapes for characters that would end
-    it.
-    """
+    """Return a regular expression as a literal of Lark."""
     escaped = _IN_LITERAL.sub(lambda match: _ESCAPES.get(match[0], match[0]), regex)
     return f"/{escaped}/"

@@ -40,9 +40,7 @@ class TemplateRegions:
         return self._in_region
 
     def feed(self, text: str, output: CallParts) -> None:
-        """Read a piece of text, character by character: if the parser fails, the position is
-        known.
-        """
+        """Read text by character: if the parser fails, the position is known."""
         for number, character in enumerate(text):
             if self._is_over:
                 output.say(text[number:])
@@ -57,9 +55,7 @@ class TemplateRegions:
             self._take(lambda: self._parser.feed(self._not_fed()) + self._parser.finalize()[1], output)
 
     def _not_fed(self) -> str:
-        """Yield the parser's next characters; a JSON string is fed at once, so that the time is
-        linear.
-        """
+        """Return the parser's next characters; a JSON string at once, for linear time."""
         seen = "".join(self._seen[self._num_fed :])
         self._num_fed = len(self._seen)
         return seen

@@ -45,9 +45,7 @@ def _parts(step: Mapping[str, Any] | None, name: str) -> Sequence[Mapping[str, A
 
 
 def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
-    """Return the maximum number of characters that the normalizer turns into one; None if there is
-    no bound.
-    """
+    """Return the most characters that the normalizer turns into one; None for no bound."""
     factor = 1
     for part in _parts(normalizer, "normalizers"):
         if part["type"] == "Replace":
@@ -75,9 +73,7 @@ def _knows_every_character(model: Mapping[str, Any], splits: Sequence[Mapping[st
 
 
 def byte_characters() -> dict[str, int]:
-    """Return the byte of each character of a byte-level vocabulary: visible Latin-1 itself, others
-    from U+0100 on.
-    """
+    """Return the byte of each character of a byte-level vocabulary."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}

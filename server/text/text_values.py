@@ -61,9 +61,7 @@ class Alternatives:
     choices: list[Any] = field(default_factory=list)
     """Values that are listed."""
     strings: list[list[str]] = field(default_factory=list)
-    """Texts that match all regular expressions of one of these lists: strings, and numbers without
-    bounds.
-    """
+    """Texts that match all regular expressions of one of these lists."""
     others: list[Schema] = field(default_factory=list)
     """Schemas of values that are not strings."""
 
@@ -82,9 +80,7 @@ def alternatives(schema: Any, root: Schema) -> Alternatives:
 
 
 def merged(schema: Any, root: Schema) -> dict[str, Any]:
-    """Return a schema without annotations, references at its top, and `allOf`. Raises
-    CannotSplit.
-    """
+    """Return a schema without references at its top and `allOf`. Raises CannotSplit."""
     return _Splitter(root, Alternatives()).merged(schema)
 
 
@@ -180,9 +176,7 @@ class _Splitter:
         self._values.choices += [value for value in values if has_type(value, schema.get("type"))]
 
     def _types(self, schema: dict[str, Any]) -> Sequence[str]:
-        """Return the types of a schema's values; without `type`, the types that its keywords are
-        about.
-        """
+        """Return the types of a schema's values, or those that its keywords are about."""
         if "type" in schema:
             types = schema["type"]
             return [types] if isinstance(types, str) else types
@@ -213,9 +207,7 @@ def patterns_of(schema: Schema) -> list[str]:
 
 
 def _whole(pattern: str) -> str:
-    """Return a regular expression for whole texts in which a pattern is found. Raises
-    CannotSplit.
-    """
+    """Return a pattern for whole texts in which a pattern is found; raises CannotSplit."""
     try:
         regex.compile(pattern)
     except regex.error as error:

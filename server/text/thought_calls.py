@@ -32,9 +32,7 @@ class ThoughtCalls:
         self._has_begun = False
 
     def feed(self, text: str, is_last: bool = False) -> tuple[str, str | None]:
-        """Return the text that is a thought, and the text from a whole call on; None if there is
-        no whole call yet.
-        """
+        """Return the thought in the text, and the text from a whole call on, if there is one."""
         self.held += text
         output = CallParts()
         self._reader.feed(text, output)

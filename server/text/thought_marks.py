@@ -1,6 +1,4 @@
-"""Marks around the thoughts of model families. Not for: finding a model's marks
-(`thought_probe.py`).
-"""
+"""Marks around the thoughts of model families. Not for: finding them."""
 
 from __future__ import annotations
 

@@ -28,9 +28,7 @@ _SWITCHES: tuple[Mapping[str, bool], ...] = (
 
 
 def found_marks(setting: str, probe: Probe) -> ThoughtMarks | None:
-    """Return the marks of thoughts, by the setting or else by what the chat template renders; None
-    if there are none.
-    """
+    """Return the marks of thoughts, by the setting or by rendering; None without thoughts."""
     if setting != "auto" or probe.plain is None:
         return MARKS.get(setting)
     shown = shown_thought(probe)
@@ -45,9 +43,7 @@ def found_marks(setting: str, probe: Probe) -> ThoughtMarks | None:
 
 
 def shown_thought(probe: Probe) -> str | None:
-    """Return a conversation that ends with a thought and an answer; None if the template shows no
-    thoughts.
-    """
+    """Return a conversation with a thought and an answer; None if it hides the thought."""
     shown = probe.answer(has_thoughts=True, content=ANSWER)
     if shown is None or THOUGHT not in shown:
         return None
@@ -64,9 +60,7 @@ def _rendered_marks(shown: str | None) -> Iterator[ThoughtMarks]:
 
 
 def _proves(probe: Probe, marks: ThoughtMarks) -> bool:
-    """Return whether a template that shows no thoughts writes or drops these marks, or its model
-    has them as tokens.
-    """
+    """Return whether these marks are written or dropped, or are tokens of the model."""
     if marks.lead:
         return False
     prompts = [probe.question(variables) or "" for variables in _SWITCHES]
@@ -79,9 +73,7 @@ def _proves(probe: Probe, marks: ThoughtMarks) -> bool:
 
 
 def _wraps(probe: Probe, tags: tuple[str, str]) -> bool:
-    """Return whether the template asks for tags around an answer, or drops them from an earlier
-    one.
-    """
+    """Return whether tags around an answer are asked for, or dropped from an earlier one."""
     prompts = [probe.question(variables) or "" for variables in _SWITCHES]
     if any(tags[1] in prompt for prompt in prompts):
         return True
@@ -90,9 +82,7 @@ def _wraps(probe: Probe, tags: tuple[str, str]) -> bool:
 
 
 def reads_thought(shown: str, marks: ThoughtMarks) -> bool:
-    """Return whether the reader of these marks finds the thought and the answer of a conversation
-    that ends with them.
-    """
+    """Return whether the reader of these marks finds the thought and the answer."""
     before, _, after = tail(shown).partition(THOUGHT)
     begin = before.rfind(marks.open.strip())
     if begin < 0:

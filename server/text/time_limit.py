@@ -18,9 +18,7 @@ _ENDING: set[asyncio.Task[None]] = set()
 
 
 class TookTooLong(BaseException):
-    """A call exceeded its time limit. Not an `Exception`, because libraries such as jinja catch
-    those and continue.
-    """
+    """A call exceeded its time. No `Exception`, because libraries catch those."""
 
 
 class LimitedCall:
@@ -72,17 +70,13 @@ class LimitedCall:
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise an error in a thread, between two instructions of the interpreter; None cancels a
-    pending one.
-    """
+    """Raise an error in a thread; None cancels a pending one."""
     raised = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
 
 async def _end(limited: LimitedCall) -> None:
-    """End a call. Errors inside finalizers are lost, so the error is raised again until the call
-    has ended.
-    """
+    """End a call by an error, raised until it has ended: finalizers may lose it."""
     limited.end()
     while limited.is_running():
         await asyncio.sleep(_AGAIN_S)

@@ -138,9 +138,7 @@ class Tokenizer:
         return tokens
 
     def check_length(self, text: str, most: int | None, param: str) -> None:
-        """Raise RequestError for a text whose number of characters proves that it has more than
-        `most` tokens.
-        """
+        """Raise RequestError for a text whose length proves more than `most` tokens."""
         if most is not None and self.longest_token is not None and len(text) > most * self.longest_token:
             raise _too_long(most, f"{len(text)} characters", param)
 
@@ -152,18 +150,14 @@ class Tokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, most: int | None = None, param: str = "prompt"
     ) -> list[int]:
-        """Return the token ids of a text; raises a RequestError about `param` if there are more
-        than `most`.
-        """
+        """Return the token ids of a text; raises RequestError for more than `most`."""
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if most is not None and len(encoded) > most:
             raise _too_long(most, f"{len(encoded)} tokens", param)
         return list(encoded.ids)
 
     def encode_as_text(self, text: str, controls: frozenset[int]) -> list[int]:
-        """Return the token ids of a text in which spellings of `controls`, added tokens, are
-        ordinary text.
-        """
+        """Return the token ids of a text in which spellings of `controls` are ordinary text."""
         pieces = [text]
         while True:
             encoded = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
@@ -206,9 +200,7 @@ class Tokenizer:
         return bool(first) and self.token_text(first[0]).startswith(_SPACES)
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids of words, at the beginning of a text and after a space; words
-        without tokens are omitted.
-        """
+        """Return the token ids of words, at the beginning of a text and after a space."""
         encoded: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word.lstrip(), " " + word.lstrip()):
@@ -326,9 +318,7 @@ class Tokenizer:
 
     @cached_property
     def _before(self) -> list[int]:
-        """Token of plain text to decode other tokens after it, because many decoders drop a leading
-        space.
-        """
+        """Token of plain text before others, because many decoders drop a leading space."""
         return list(self._backend.encode("a", add_special_tokens=False).ids[-1:])
 
     def _decode_after(self, token: int) -> str:
@@ -340,9 +330,7 @@ class Tokenizer:
         return str(self._backend.decode([token], skip_special_tokens=False))
 
     def spell(self, token: int) -> tuple[str, bytes]:
-        """Return a token's text after other tokens, and its bytes, which may be a part of a
-        character.
-        """
+        """Return a token's text after others, and its bytes, maybe a part of a character."""
         if token not in self._spelled:
             self._spelled[token] = self._new_spelling(token)
         return self._spelled[token]
@@ -365,9 +353,7 @@ class Tokenizer:
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def describe(self) -> dict[str, Any]:
-        """Return class, size, special tokens (by name, as in vLLM) and chat template, for clients
-        that tokenize themselves.
-        """
+        """Return class, size, special tokens and template, for clients that tokenize."""
         description: dict[str, Any] = {
             "tokenizer_class": type(self._backend.model).__name__,
             "vocab_size": self.vocab_size,
@@ -423,9 +409,7 @@ class Detokenizer:
     """Incremental decoder of one answer; holds back partial UTF-8 characters."""
 
     def __init__(self, backend: Any, before: Sequence[int], skipped: frozenset[int]) -> None:
-        """before: tokens of plain text before the answer, so that a leading space is decoded.
-        skipped: tokens without text.
-        """
+        """before: tokens of plain text before the answer. skipped: tokens without text."""
         self._backend = backend
         self._before = before
         self._skipped = skipped

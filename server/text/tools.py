@@ -53,9 +53,7 @@ class ToolUse:
 
     @property
     def followed(self) -> frozenset[str]:
-        """Names of the functions whose calls follow their schema, because a grammar forces them
-        to.
-        """
+        """Names of functions whose calls a grammar forces to follow their schema."""
         return frozenset(tool.function.name for tool in self.tools if self.forced or tool.function.strict)
 
     def call_id(self, name: str, index: int) -> str | None:
@@ -169,9 +167,7 @@ def plain_text(content: str | list[TextPart], param: str) -> str:
 
 
 def template_message(message: Message, number: int) -> dict[str, Any]:
-    """Return the `number`-th message in the format of chat templates; raises RequestError for parts
-    that its role forbids.
-    """
+    """Return the `number`-th message for chat templates; raises RequestError."""
     if message.content is None and not (message.tool_calls or message.reasoning_content or message.reasoning):
         raise RequestError("a message needs content, reasoning or tool_calls", f"messages.{number}.content")
     text = plain_text(message.content or "", "messages")

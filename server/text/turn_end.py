@@ -23,9 +23,7 @@ def check_template(tokenizer: Tokenizer) -> None:
 
 
 def turn_remark(tokenizer: Tokenizer, ends: Collection[int]) -> str | None:
-    """Return a warning if the chat template ends turns with a special token that does not end
-    answers.
-    """
+    """Return a warning if turns end with a special token that does not end answers."""
     _, answer, rest = (_rendered(tokenizer) or "").rpartition(_ANSWER)
     tokens = tokenizer.encode(rest.lstrip(), False) if answer else []
     if not tokens or tokens[0] in ends or not tokenizer.is_special(tokens[0]):

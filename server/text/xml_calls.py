@@ -129,9 +129,7 @@ class _Region:
         self.values[self._key].append(tag)
 
     def _may_end(self) -> bool:
-        """Return whether the open value may end here. JSON that must follow a schema ends when it
-        is complete.
-        """
+        """Return whether the open value may end here; JSON of a schema must be complete."""
         if self._is_value is None:
             return True
         return self._is_value(self._key, "".join(self.values[self._key]))
@@ -185,9 +183,7 @@ class XmlRegions:
         return self._opens if self._region is None else self._tags
 
     def _first_held(self, position: int) -> int:
-        """Return the begin of the text that may become a tag; the end of the text if there is
-        none.
-        """
+        """Return the begin of the text that may become a tag, or the end of the text."""
         first = self._form.mark[0]
         place = self._text.find(first, max(position, len(self._text) - _LONGEST_TAG))
         while place >= 0:
@@ -270,9 +266,7 @@ class XmlRegions:
         self._region = None
 
     def finish(self, output: CallParts) -> None:
-        """Read the end of the answer. A quoted beginning of a call without its end may have hidden
-        the end of the open call.
-        """
+        """Read the end of the answer, where a quoted beginning may have hidden a call's end."""
         if self._region is None:
             output.say(self._blank + self._text)
             self._text = ""
@@ -307,9 +301,7 @@ _NESTED = regex.compile(rf"{regex.escape(MINIMAX)}<(?P<end>/?)(?P<name>[^<>\s/]{
 
 
 def nested_arguments(text: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments in nested tags; None if the tags do not match. A value without tags has
-    the type of its schema, and tags named `item` are the elements of a list.
-    """
+    """Return the arguments in nested tags, typed by the schema; None if tags mismatch."""
     open_names: list[str] = []
     children: list[list[tuple[str, Any]]] = [[]]
     schemas: list[Mapping[str, Any]] = [schema]

@@ -93,9 +93,7 @@ class XmlArguments:
         self._rules: list[str] = []
 
     def unrestricted(self, schema: Schema) -> list[str]:
-        """Return the rules for arguments with any values; with any names, too, if an end does not
-        repeat the name.
-        """
+        """Return the rules for any arguments, with known names if an end repeats the name."""
         keys = [lark_literal(self._syntax.key)]
         if "KEY" in self._syntax.end:
             names = [name for name in schema.get("properties") or {} if re.fullmatch(self._syntax.key, name)]
@@ -107,9 +105,7 @@ class XmlArguments:
         return [f"args_{self._number}: {every}", *self._rules]
 
     def following(self, schema: Schema) -> list[str]:
-        """Return the rules for arguments that follow a schema, in the order of its properties.
-        Raises RequestError.
-        """
+        """Return the rules for arguments that follow a schema; raises RequestError."""
         properties, required = self._properties(schema)
         arguments = []
         for place, (key, key_schema) in enumerate(properties.items()):
@@ -121,9 +117,7 @@ class XmlArguments:
         return [f"args_{self._number}: {every}", *self._rules]
 
     def _properties(self, schema: Schema) -> tuple[Mapping[str, Any], Sequence[str]]:
-        """Return the properties of the arguments and the names of the required properties. Raises
-        RequestError.
-        """
+        """Return the properties of the arguments and the required names; raises RequestError."""
         try:
             root = merged(schema, schema)
         except CannotSplit as error:
@@ -153,9 +147,7 @@ class XmlArguments:
         return f"({' | '.join(sides)}) {after}"
 
     def _value(self, name: str, key: str, schema: Any, root: Schema) -> tuple[list[str], list[str]]:
-        """Return the right sides of rules for values with the tag that ends them: for strings, and
-        for JSON. Raises RequestError.
-        """
+        """Return rules for strings and for JSON, with their end; raises RequestError."""
         try:
             values = alternatives(schema, root)
         except CannotSplit as error:
@@ -176,9 +168,7 @@ class XmlArguments:
         return strings, others
 
     def _json(self, name: str, schemas: Sequence[Schema], root: Schema, key: str) -> str:
-        """Add a rule for values of any of these schemas in JSON. Return it with the tag that ends
-        them.
-        """
+        """Add a rule for values of any of these schemas in JSON; return it with its end."""
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
         whole = with_root(schema, root)
         if "x-guidance" in root:
@@ -206,9 +196,7 @@ class XmlArguments:
         return [["|".join(spelled)]]
 
     def _text(self, name: str, patterns: Sequence[str], key: str, excluded: Sequence[str] = ()) -> str:
-        """Add a terminal for texts that match all patterns. Return it with the tag that ends
-        them; key: right side of a rule for the argument's name.
-        """
+        """Add a terminal for texts that match all patterns; return it with its end."""
         if self._syntax.mark == MINIMAX:
             # The first tag within a value is the one that ends it.
             bounded = [lark_literal(f"(?:{pattern}){re.escape(MINIMAX)}<") for pattern in patterns]
