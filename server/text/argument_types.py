@@ -20,7 +20,6 @@ _SPELLINGS = {"true": True, "false": False, "none": None, "null": None}
 _CHECKED = frozenset(
     {"type", "enum", "const", "properties", "required", "items", "additionalProperties", "title", "description"}
 )
-"""Keywords that `follows` checks, and annotations."""
 _MOST_STEPS = 200
 """Maximum number of references and combinations that are followed for one value."""
 
@@ -175,7 +174,6 @@ class _Schemas:
 
 
 def _combined(name: str, schemas: Sequence[Schema | None]) -> Schema | None:
-    """Return a combination of those schemas that are not None; None if there are none."""
     defined = [schema for schema in schemas if schema is not None]
     return {name: defined} if defined else None
 

@@ -134,7 +134,6 @@ class XmlFormat:
     parameter: str
     """Begin of an argument's value; the group `key` is its name."""
     value_end: str
-    """Text that ends a value."""
     closes: str
     """End of a call."""
     padding: str = ""
@@ -142,7 +141,7 @@ class XmlFormat:
     last: str = ""
     """Text after all calls."""
     body: Literal["", "json", "nested"] = ""
-    """Arguments that may stand in a call without tags of their own, or between nested tags."""
+    """Form of arguments that stand in a call without tags, or in nested tags."""
 
 
 _NEVER = "(?!)"

@@ -77,7 +77,6 @@ class CallSyntax:
     in_text: tuple[str, ...] = ()
     """Rules of an answer with calls or text, if it is not text with calls at any place."""
     rules: tuple[str, ...] = ()
-    """Rules to which the other fields refer."""
 
 
 def _object(key: str = "arguments") -> str:
@@ -85,7 +84,6 @@ def _object(key: str = "arguments") -> str:
 
 
 def _invokes(outer: str, in_text: str, tag: str = "") -> CallSyntax:
-    """Return calls with attributes; in_text: further text that begins one."""
     return CallSyntax(
         rf'"<{tag}invoke name=\"NAME\">" "\n"? ARGUMENTS "</{tag}invoke>"',
         f"<{outer}>",
@@ -307,7 +305,6 @@ class CallGrammar:
         return "\n".join([*rules, *self._mark_rules()])
 
     def _argument_rules(self, tool: Tool, number: int, is_forced: bool) -> list[str]:
-        """Return the rule `args_NUMBER` with the rules that it needs."""
         is_followed = is_forced or bool(tool.function.strict)
         parameters: dict[str, Any] = {}
         if is_followed:
@@ -334,7 +331,6 @@ class CallGrammar:
         return arguments.unrestricted(tool.function.parameters or {})
 
     def _token(self, mark: str) -> str:
-        """Return a mark's special token in Lark; "" if it is text."""
         token = self._tokens.get(mark)
         return "" if token is None else f"<[{token}]>"
 

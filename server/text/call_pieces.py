@@ -105,7 +105,6 @@ class _Object:
         self._in_string = False
         self._is_escaped = False
         self._has_just_opened = False
-        """Whether an object has opened and is still empty."""
         self._in_arguments = False
         self._depth_outside = 0 if name is not None else 1
         """Number of open brackets at the end of the arguments."""

@@ -49,7 +49,6 @@ CALL_TEXTS: dict[str, Callable[[Sequence[tuple[str, Any]]], str]] = {
     LIST_MARK: _listed,
     LFM2_MARK: lambda calls: f"{LFM2_MARK}{spelled(calls)}<|tool_call_end|>",
 }
-"""Spellings of calls in formats whose templates may show none, by their mark."""
 
 
 def with_calls_alone(messages: Messages, numbers: Collection[int], content: str | None = None) -> Messages:
@@ -172,7 +171,6 @@ def _has_text_and_thoughts(message: dict[str, Any]) -> bool:
 
 
 def _with_texts_before_thoughts(messages: Messages) -> Messages:
-    """Return the messages with text next to thoughts and calls in a message before them."""
     result: Messages = []
     for message in messages:
         if _has_text_and_thoughts(message):
@@ -199,7 +197,6 @@ def with_one_call_a_turn(messages: Messages) -> Messages:
 
 
 def _separate_calls(message: dict[str, Any], answers: Messages) -> Messages:
-    """Return the calls of a message in separate messages, each followed by its results."""
     result: Messages = []
     turn = message
     for call in message["tool_calls"]:
@@ -223,7 +220,6 @@ def with_late_system_prompts_in_user(messages: Messages) -> Messages:
 
 
 def _with_one_system_prompt(messages: Messages) -> Messages:
-    """Return the messages with one system prompt; later ones become the user's."""
     count = num_leading_system_prompts(messages)
     rest = with_late_system_prompts_in_user(messages)[count:]
     if not count:

@@ -21,7 +21,6 @@ _BEFORE: dict[str, Messages] = {
     "assistant": [{"role": "user", "content": "Hello"}],
     "tool": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "", "tool_calls": [_CALL]}],
 }
-"""Messages before one with each role."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,6 @@ class ContentForm:
 
     roles: frozenset[str] = frozenset()
     has_thought_parts: bool = False
-    """Whether thoughts of the assistant are parts of its content (Mistral)."""
 
     def of(self, messages: Messages) -> Messages:
         """Return the messages in this form."""
@@ -72,7 +70,6 @@ def content_form(render: Callable[[Messages, Any, Any], str]) -> ContentForm:
 
 
 def _shows(render: Callable[[Messages, Any, Any], str], messages: Messages, *words: str) -> bool:
-    """Return whether the template shows words, and not the parts themselves as text."""
     try:
         text = render(messages, (), ())
     except Exception:  # templates raise jinja2's errors and any others

@@ -31,13 +31,11 @@ class Dialogue:
     """Format of the model's part of a conversation."""
 
     call_format: str | None
-    """Format of calls; None if it is not known."""
     tools_refusal: str = ""
     """Reason why requests with tools are refused, and the way out; "" if they are served."""
     warnings: tuple[str, ...] = ()
     """Lines for the log about what is not separated from text."""
     thoughts: ThoughtMarks | None = None
-    """Marks around thoughts; None if answers have none."""
     thinking: ThinkingSettings = field(default_factory=ThinkingSettings)
     """Settings of the chat template that turn thoughts on and off."""
 
@@ -86,7 +84,6 @@ def dialogue_of(tokenizer: Tokenizer, call_parser: str, reasoning_parser: str) -
 
 
 def _parser_warning(call_parser: str, fitting: str | None) -> str:
-    """Return the warning about a wrong format; fitting: a format that reads the calls."""
     warning = f"--tool-call-parser {call_parser} does not read the calls that the chat template shows"
     if fitting is not None:
         warning += f"; {fitting} reads them"
@@ -99,7 +96,6 @@ def _describes_calls(tokenizer: Tokenizer) -> bool:
 
 
 def _call(probe: Probe, shows_tools: bool) -> str | None:
-    """Return a rendered call with the text after it; None if calls are not shown."""
     shown = probe.answer(tool_calls=[_CALL], has_tools=shows_tools)
     plain = probe.answer(content=ANSWER, has_tools=shows_tools)
     if shown is None or plain is None:
@@ -128,7 +124,6 @@ def _readers_of(tokenizer: Tokenizer, call: str) -> Iterator[str]:
 
 
 def _format_by_token(tokenizer: Tokenizer) -> str | None:
-    """Return the only format whose calls begin with a token of the vocabulary, if any."""
     names = [name for name in get_args(CallFormat) if _begins_with_token(tokenizer, name)]
     return names[0] if len(names) == 1 else None
 

@@ -32,9 +32,7 @@ class Family:
     suffix: str
     middle: str = ""
     repository: str = ""
-    """Mark before a repository's name."""
     file: str = ""
-    """Mark before a file's name and its text."""
     ends: tuple[str, ...] = ()
     """Further tokens that end an answer."""
 

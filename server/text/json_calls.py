@@ -42,13 +42,11 @@ class JsonRegions:
         self._after = regex.compile(form.after)
         self._at = _JsonState.TEXT
         self._mark = ""
-        """Mark of the current call."""
         self._before = ""
         """Text from the mark to the object."""
         self._text = ""
         self._position = 0
         self._follows_call = False
-        """Whether only white space has followed the last call."""
         self._blank = ""
         """This white space, which is dropped with a mark after all calls."""
 
@@ -122,7 +120,6 @@ class JsonRegions:
         return True
 
     def _begin(self, head: regex.Match[str], before: str) -> None:
-        """Begin an object, at the last character of a head."""
         self._before = before + head[0][:-1]
         self._position = head.end() - 1
         name = head["name"] if self._form.is_named else None

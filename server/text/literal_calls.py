@@ -46,7 +46,6 @@ class LiteralFormat:
     begin: str
     """Begin of a call or of a list of calls; NAME stands for the functions' names."""
     first: str
-    """First character of `begin`."""
     brackets: tuple[str, str]
     """Around the arguments of a call."""
     assign: str
@@ -78,7 +77,7 @@ class _NoCall(Exception):
     """A text that cannot be read as a call."""
 
 
-class _Parser:
+class _LiteralParser:
     """Parser of one region, after its begin."""
 
     def __init__(self, form: LiteralFormat, name: str, schemas: Mapping[str, Mapping[str, Any]]) -> None:
@@ -175,7 +174,6 @@ class _Parser:
         return bare
 
     def _ends(self, place: int, follow: regex.Pattern[str]) -> Steps:
-        """Return whether an argument may end at a place."""
         while True:
             match = follow.match(self.text, place, partial=not self.is_last)
             if match is None and self.is_last:
@@ -246,7 +244,6 @@ class _Bare:
 
 
 def _key_in(match: regex.Match[str]) -> str:
-    """Return the key that a match of _KEY has."""
     if match["json"] is not None:
         return _unescaped(match["json"], '"')
     return str(next(match[group] for group in ("marked", "single", "bare") if match[group] is not None))
@@ -288,13 +285,12 @@ class LiteralRegions:
         self._blank = ""
         """White space after a call, before a mark that belongs to it."""
         self._region = ""
-        """The last region without its begin."""
         self._echo = ""
         """Text of the last region, which some models write again after its mark."""
         self._follows_call = False
         self._raw: list[str] = []
         """Text of the open region."""
-        self._parser: _Parser | None = None
+        self._parser: _LiteralParser | None = None
         self._steps: Steps | None = None
 
     @property
@@ -332,7 +328,7 @@ class LiteralRegions:
                 output.say(tag[0])
             return True
         self._raw = [tag[0]]
-        self._parser = _Parser(self._form, tag["name"], self._schemas)
+        self._parser = _LiteralParser(self._form, tag["name"], self._schemas)
         self._steps = self._parser.run()
         self._parse(output)
         return True

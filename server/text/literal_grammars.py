@@ -1,7 +1,7 @@
 """Grammars of a call's arguments that are literals (`literal_calls.py`).
 
-A string of Gemma 4 stands between its own marks and contains none of them. Every other value is
-JSON, which the readers of both formats take for a literal.
+A string of Gemma 4 stands between marks, and no mark is inside it. Every other value is JSON, which
+the readers of both formats take for a literal.
 
 Not for: the rest of a call (`call_grammars.py`).
 """

@@ -25,7 +25,6 @@ class ShownPrompt:
         self.text = ""
         """Text, if it is echoed."""
         self.tokens: list[SpelledToken] = []
-        """Tokens, if it is echoed with logprobs."""
         self.num_characters = 0
         """Number of shown characters of these tokens."""
         self.by_place: msgspec.Raw | None = None

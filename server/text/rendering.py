@@ -50,7 +50,6 @@ log = logging.getLogger("polydraft.rendering")
 
 Objects = Sequence[dict[str, Any]]
 Render = Callable[[Messages, Objects, Objects], str]
-"""Renders messages, tools and documents; raises the template's errors."""
 
 _MARKER = re.compile(r"Word\d{6}")
 _PYTHON_KEY = re.compile(r"\{'(Word\d{6})': ")
@@ -231,7 +230,6 @@ class _MarkedCopies:
         self.documents = [self._document(document, number) for number, document in enumerate(documents)]
 
     def _word(self, kind: str, number: int) -> str:
-        """Return a new marker word, and note its part."""
         word = next(self._words)
         self.parts.append(_MarkedPart(kind, number, [word]))
         return word
@@ -293,7 +291,6 @@ class _MarkedCopies:
 
 
 def _rename(call: dict[str, Any], name: str) -> None:
-    """Change the name of a call's function, also in an id that has it."""
     old = call["function"]["name"]
     call["function"]["name"] = name
     call["id"] = call["id"].replace(f"functions.{old}:", f"functions.{name}:")
@@ -329,7 +326,6 @@ def _moves_system_prompts(render: Render) -> bool:
 
 
 def _with_tools_in_system(render: Render, messages: Messages, tools: Objects, documents: Objects) -> str:
-    """Render with the tools as a text in the system prompt, as Phi-4-mini expects."""
     system = {"role": "system", "content": ""}
     rest = messages
     if messages and messages[0]["role"] == "system":

@@ -20,7 +20,6 @@ FLEXIBLE = {"whitespace_flexible": True}
 
 
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
-"""Formats of strings that llguidance supports."""
 # Keys of a schema that contain schemas: by name; one, or a list.
 NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 SCHEMAS = frozenset(
@@ -31,7 +30,6 @@ SCHEMAS = frozenset(
 
 
 _NULL_VALUES = frozenset({"const", "default"})
-"""Keywords with null as a value."""
 _LARGEST_INTEGER = 92 * 10**17
 """Bound of integers without one, within the grammar library's own bounds."""
 _BOUNDS = (("minimum", "exclusiveMinimum", -_LARGEST_INTEGER), ("maximum", "exclusiveMaximum", _LARGEST_INTEGER))
@@ -141,7 +139,6 @@ class _Cleaner:
         return _with_bounds(_with_patterns(self._with_names(result)))
 
     def _value(self, key: str, value: Any, is_negated: bool) -> Any:
-        """Return the value of a keyword with the schemas in it cleaned."""
         if key in NAMED_SCHEMAS and isinstance(value, dict):
             return {name: self.cleaned(schema, is_negated) for name, schema in value.items()}
         if key not in SCHEMAS:
@@ -182,7 +179,6 @@ class _Cleaner:
 
 
 def _says_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
-    """Return whether a keyword of a schema allows all values."""
     if value is None:
         return key not in _NULL_VALUES
     if key == "format":
@@ -193,7 +189,6 @@ def _says_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without look-around, if other patterns or its format say the same."""
     pattern = schema.get("pattern")
     if not isinstance(pattern, str) or not has_look_around(pattern) or not isinstance(schema.get("allOf", []), list):
         return schema
@@ -212,7 +207,6 @@ def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose numbers have bounds, so that answers of small models end."""
     types = schema.get("type")
     if not isinstance(types, list):
         types = [types]

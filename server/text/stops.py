@@ -33,7 +33,6 @@ class StopCut:
         self._places: list[int] = []
         """Places of the shown characters in the text that is held back."""
         self.stop: str | None = None
-        """Stop string that has ended the answer."""
 
     @property
     def is_cut(self) -> bool:

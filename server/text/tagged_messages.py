@@ -54,7 +54,6 @@ class TaggedMessages:
         self._headers = form.headers()
         end = prompt_end.rstrip()
         self._open = next((message for header, message in self._headers.items() if end.endswith(header)), None)
-        """Message that is open."""
         self._is_blank = True
         self._held = ""
 
@@ -108,7 +107,6 @@ class TaggedMessages:
         return True
 
     def _release(self, length: int, parts: list[str | Thought]) -> None:
-        """Release held text as a part of the open message."""
         text = self._held[:length]
         self._held = self._held[length:]
         if self._is_blank:

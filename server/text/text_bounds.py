@@ -36,7 +36,6 @@ def longest_token(described: Mapping[str, Any]) -> int | None:
 
 
 def _parts(step: Mapping[str, Any] | None, name: str) -> Sequence[Mapping[str, Any]]:
-    """Return the steps of a sequence, or the single step."""
     if step is None:
         return ()
     if step["type"] == "Sequence":

@@ -63,7 +63,6 @@ class Alternatives:
     strings: list[list[str]] = field(default_factory=list)
     """Texts that match all regular expressions of one of these lists."""
     others: list[Schema] = field(default_factory=list)
-    """Schemas of values that are not strings."""
 
     @property
     def are_bounded(self) -> bool:
@@ -176,7 +175,6 @@ class _Splitter:
         self._values.choices += [value for value in values if has_type(value, schema.get("type"))]
 
     def _types(self, schema: dict[str, Any]) -> Sequence[str]:
-        """Return the types of a schema's values, or those that its keywords are about."""
         if "type" in schema:
             types = schema["type"]
             return [types] if isinstance(types, str) else types
@@ -207,7 +205,6 @@ def patterns_of(schema: Schema) -> list[str]:
 
 
 def _whole(pattern: str) -> str:
-    """Return a pattern for whole texts in which a pattern is found; raises CannotSplit."""
     try:
         regex.compile(pattern)
     except regex.error as error:

@@ -19,7 +19,6 @@ from server.text.thought_marks import ThoughtMarks
 from server.wire.fields import Effort
 
 EFFORTS: tuple[Effort, ...] = tuple(word for word in get_args(Effort) if word != "none")
-"""Words of effort, from the least."""
 _USUAL: tuple[Effort, ...] = ("low", "medium", "high")
 """Words that a template accepts if it shows any word."""
 _OFF_WORDS = ("none", "no_think", "disabled", "off", "minimal", "low")
@@ -132,7 +131,6 @@ class _Search:
         return self._thoughts(Setting({name: True})) != "closed" and self._thoughts(Setting({name: False})) != "opened"
 
     def _prompt(self, setting: Setting) -> str | None:
-        """Return the prompt of a question; None if the template refuses the setting."""
         return self._probe.question(setting.variables, setting.word)
 
     def _is_switch(self, name: str) -> bool:
@@ -187,7 +185,6 @@ class _Search:
         return None
 
     def _accepted(self) -> dict[Effort, Setting]:
-        """Return the setting of each accepted word of effort."""
         by_name = {_effort_of(name): {**self._on.variables, name: True} for name in self._switches if _effort_of(name)}
         by_word = {cast(Effort, word): Setting(variables) for word, variables in by_name.items()}
         for name in self._names:
@@ -199,7 +196,6 @@ class _Search:
         return replace(self._on, variables={**self._on.variables, name: word})
 
     def _words(self, name: str) -> list[Effort]:
-        """Return the words that a variable accepts."""
         knows = partial(self._knows, name, base=self._on)
         known = [word for word in EFFORTS if knows(word)]
         other = self._prompt(self._with(name, _NONSENSE))
@@ -230,7 +226,6 @@ class _Search:
         return known != unknown
 
     def _said(self, prompt: str, other: str) -> Effort | None:
-        """Return the only word of effort in a prompt that another one does not have."""
         words = {word for word in re.findall(r"[a-z]+", prompt.lower()) if word in EFFORTS}
         words -= set(re.findall(r"[a-z]+", other.lower()))
         return cast(Effort, words.pop()) if len(words) == 1 else None
@@ -249,6 +244,5 @@ def _nearest(effort: Effort, accepted: Sequence[Effort]) -> Effort:
 
 
 def _last_word(setting: Setting) -> str:
-    """Return the word of effort in a setting, or the name of its last switch."""
     name, value = [*setting.variables.items()][-1]
     return value if isinstance(value, str) else name

@@ -51,7 +51,6 @@ def shown_thought(probe: Probe) -> str | None:
 
 
 def _rendered_marks(shown: str | None) -> Iterator[ThoughtMarks]:
-    """Yield the tags next to a rendered thought."""
     before, _, after = tail(shown or "").partition(THOUGHT)
     opening = _LAST_TAG.search(before)
     closing = _FIRST_TAG.match(after.partition(ANSWER)[0])

@@ -70,7 +70,6 @@ class LimitedCall:
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise an error in a thread; None cancels a pending one."""
     raised = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 

@@ -33,7 +33,6 @@ _encoder = msgspec.json.Encoder()
 _BYTE_OF_CHARACTER = byte_characters()
 _ALONE = "\u263a"
 _SPACES = ("\u2581", "\u0120")
-"""Spellings of a space in vocabularies."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,6 @@ class Tokenizer:
         self._lanes = Lanes()
         self._chat_limit_s = chat_limit_s
         self._spelled: dict[int, tuple[str, bytes]] = {}
-        """Cache of the texts and bytes of tokens."""
 
     async def run(self, call: Callable[..., Result], *args: Any, size: int = 0) -> Result:
         """Run a method of this tokenizer in its threads.
@@ -195,7 +193,6 @@ class Tokenizer:
 
     @cached_property
     def _adds_space(self) -> bool:
-        """Whether a space is added before each text."""
         first = self.encode("a", False)[:1]
         return bool(first) and self.token_text(first[0]).startswith(_SPACES)
 
@@ -254,7 +251,6 @@ class Tokenizer:
             raise RequestError(message, "chat_template_kwargs") from error
 
     def _render(self, messages: Messages, tools: Objects, documents: Objects, **options: Any) -> str:
-        """Render messages as they are; raises the template's errors."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # Not by `apply_chat_template`, which drops a content of None. Some templates show calls
@@ -322,7 +318,6 @@ class Tokenizer:
         return list(self._backend.encode("a", add_special_tokens=False).ids[-1:])
 
     def _decode_after(self, token: int) -> str:
-        """Return a token's text in the middle of a text."""
         before = str(self._backend.decode(self._before, skip_special_tokens=False))
         both = str(self._backend.decode([*self._before, token], skip_special_tokens=False))
         if both.startswith(before):

@@ -85,7 +85,6 @@ class ToolCalls:
         return parts
 
     def _up_to_only_call(self, parts: list[str | Piece]) -> list[str | Piece]:
-        """Return the parts up to the last piece of the only allowed call."""
         assert self._most is not None
         end = 0
         for number, part in enumerate(parts, start=1):

@@ -44,7 +44,6 @@ class ToolUse:
     forced: bool
     """Whether an answer must have a call."""
     num_earlier_calls: int = 0
-    """Number of calls in the conversation."""
 
     @property
     def names(self) -> frozenset[str]:

@@ -153,7 +153,6 @@ class XmlRegions:
             f"|(?P<closes>{form.closes})"
         )
         self._follows_call = False
-        """Whether only white space has followed the last call."""
         self._blank = ""
         """This white space."""
         self._region: _Region | None = None
@@ -179,7 +178,6 @@ class XmlRegions:
             self._give_back(output)
 
     def _pattern(self) -> regex.Pattern[str]:
-        """Return the pattern of the tags that may matter."""
         return self._opens if self._region is None else self._tags
 
     def _first_held(self, position: int) -> int:
@@ -202,7 +200,6 @@ class XmlRegions:
             self._blank = ""
 
     def _take(self, tag: regex.Match[str], before: str, output: CallParts) -> None:
-        """Read a tag and the text before it."""
         groups = tag.groupdict()
         kind = next(name for name in ("opens", "parameter", "value_end", "closes", "last") if groups.get(name))
         if self._region is None:
@@ -239,7 +236,6 @@ class XmlRegions:
             self._say(tag[0], output)
 
     def _arguments(self, region: _Region) -> dict[str, Any] | None:
-        """Return a call's arguments; None if its text is none."""
         schema = self._parameters[region.name]
         body = "".join(region.body).strip()
         if region.values and body:

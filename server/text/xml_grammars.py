@@ -117,7 +117,6 @@ class XmlArguments:
         return [f"args_{self._number}: {every}", *self._rules]
 
     def _properties(self, schema: Schema) -> tuple[Mapping[str, Any], Sequence[str]]:
-        """Return the properties of the arguments and the required names; raises RequestError."""
         try:
             root = merged(schema, schema)
         except CannotSplit as error:
@@ -135,7 +134,6 @@ class XmlArguments:
         return properties, required
 
     def _argument(self, key: str, strings: Sequence[str], others: Sequence[str]) -> str:
-        """Return the right side of a rule for an argument; strings, others: for its values."""
         begin = self._with_marks(self._syntax.begin).replace("KEY", key)
         after = self._with_marks(self._syntax.after)
         if not any(self._syntax.types):
@@ -168,7 +166,6 @@ class XmlArguments:
         return strings, others
 
     def _json(self, name: str, schemas: Sequence[Schema], root: Schema, key: str) -> str:
-        """Add a rule for values of any of these schemas in JSON; return it with its end."""
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
         whole = with_root(schema, root)
         if "x-guidance" in root:

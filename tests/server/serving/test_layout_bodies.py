@@ -127,7 +127,7 @@ def test_a_turn_of_codex_has_its_call(server: Server, layout: Layout) -> None:
 
 
 def test_thoughts_that_are_turned_off_are_closed(server: Server, layout: Layout) -> None:
-    """By any API's word for it."""
+    """Each API has a word for it."""
     for path, body in (
         ("/v1/messages", CLAUDE | {"thinking": {"type": "disabled"}, "output_config": {}}),
         ("/v1/responses", CODEX | {"reasoning": {"effort": "none"}}),

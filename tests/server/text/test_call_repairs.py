@@ -1,5 +1,5 @@
-"""What models leave out or write twice around calls is repaired if there is one reading; else it
-stays text. By format.
+"""Calls with a part left out or written twice are repaired if there is one reading, and else stay
+text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 from server.text import literal_calls
 from server.text.call_pieces import Calls
 from server.text.chat_variants import with_named_ids
-from server.text.literal_calls import _Parser
+from server.text.literal_calls import _LiteralParser
 from server.text.tools import ToolUse
 from server.wire.fields import Function, Tool
 from tests.server.call_spellings import SPELL, Call
@@ -142,7 +142,7 @@ def test_strings_that_end_at_the_first_mark_are_noticed() -> None:
         return True
 
     call: Call = ("weather", {"city": "it's, so"})
-    with instead(_Parser, "_ends", at_once):
+    with instead(_LiteralParser, "_ends", at_once):
         assert read("lfm2", [lfm("city='it's, so'")], tools=TOOLS)[1] != [call]
     assert literal_calls.QUOTE == Q
 
