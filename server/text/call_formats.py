@@ -238,6 +238,13 @@ END_MARKS = {GEMMA4: "<|tool_response>"}
 """Tokens with which a model ends an answer that has calls."""
 
 
+def last_mark(form: str) -> str:
+    """Return the pattern of the marks after all calls of a format; "" if there are none."""
+    if form in JSON_FORMATS:
+        return "|".join(map(re.escape, JSON_FORMATS[form].last))
+    return XML_FORMATS[form].last if form in XML_FORMATS else ""
+
+
 def call_marks(form: str | None) -> tuple[str, ...]:
     """Return the texts with which a format's calls may begin, the outermost first."""
     if form == HARMONY:

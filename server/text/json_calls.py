@@ -35,8 +35,7 @@ class JsonRegions:
     def __init__(self, calls: Calls, form: JsonFormat) -> None:
         self._calls = calls
         self._form = form
-        marks = [*form.opens, *form.last]
-        self._marks = sorted(marks, key=len, reverse=True)
+        self._marks = sorted(form.opens, key=len, reverse=True)
         self._find = re.compile("|".join(map(re.escape, self._marks)))
         self._heads = {mark: regex.compile(head) for mark, head in form.opens.items()}
         self._after = regex.compile(form.after)
@@ -46,9 +45,6 @@ class JsonRegions:
         """Text from the mark to the object."""
         self._text = ""
         self._position = 0
-        self._follows_call = False
-        self._blank = ""
-        """This white space, which is dropped with a mark after all calls."""
 
     @property
     def is_open(self) -> bool:
@@ -70,7 +66,6 @@ class JsonRegions:
     def finish(self, output: CallParts) -> None:
         """Read the end of the answer. The beginning of a mark is text outside of a call."""
         rest = self._text[self._position :]
-        self._say_blank(output)
         if self._at is _JsonState.TEXT:
             output.say(rest)
         elif self._at is _JsonState.HEAD:
@@ -85,34 +80,20 @@ class JsonRegions:
         mark = self._find.search(self._text, self._position)
         end = mark.start() if mark else len(self._text) - num_held(self._text, self._marks)
         said = self._text[self._position : max(end, self._position)]
-        self._follows_call = self._follows_call and not said.strip()
-        self._blank += said
-        if not self._follows_call:
-            self._say_blank(output)
+        output.say(said)
         if mark is None:
             self._position += len(said)
             return False
         self._position = mark.end()
-        if mark[0] in self._heads:
-            self._say_blank(output)
-            self._at = _JsonState.HEAD
-            self._mark = mark[0]
-        elif self._follows_call:
-            self._blank = ""
-        else:
-            output.say(mark[0])
+        self._at = _JsonState.HEAD
+        self._mark = mark[0]
         return True
-
-    def _say_blank(self, output: CallParts) -> None:
-        output.say(self._blank)
-        self._blank = ""
 
     def _read_head(self, output: CallParts) -> bool:
         head = self._heads[self._mark].match(self._text, self._position, partial=True)
         if head is None:
             output.say(self._mark)
             self._at = _JsonState.TEXT
-            self._follows_call = False
         elif head.partial:
             return False
         else:
@@ -142,7 +123,7 @@ class JsonRegions:
 
     def _end(self, output: CallParts) -> None:
         self._calls.num_broken += self._at is _JsonState.BROKEN
-        self._follows_call = self._calls.end(output, self._before)
+        self._calls.end(output, self._before)
         self._at = _JsonState.TEXT
 
     def _read_broken(self, output: CallParts) -> bool:

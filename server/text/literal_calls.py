@@ -279,15 +279,10 @@ class LiteralRegions:
         self._form = form
         self._schemas = schemas
         names = "|".join(sorted(map(regex.escape, schemas), key=len, reverse=True))
-        self._begin = regex.compile(f"(?P<begin>{form.begin.replace('NAME', names)})|(?P<last>{form.last})")
-        self._firsts = {*form.first, "<"}
+        self._begin = regex.compile(form.begin.replace("NAME", names))
         self._text = ""
-        self._blank = ""
-        """White space after a call, before a mark that belongs to it."""
-        self._region = ""
-        self._echo = ""
-        """Text of the last region, which some models write again after its mark."""
-        self._follows_call = False
+        self._echo: regex.Pattern[str] | None = None
+        """Mark and text of the last region, which some models write again."""
         self._raw: list[str] = []
         """Text of the open region."""
         self._parser: _LiteralParser | None = None
@@ -310,53 +305,31 @@ class LiteralRegions:
             self._text = ""
             self._parse(output)
             return self._parser is None
-        if self._echo and not self._drop_echo():
+        if self._echo is not None:
+            echo = self._echo.match(self._text, partial=True)
+            if echo is not None and echo.partial:
+                return False
+            self._echo = None
+            self._text = self._text[echo.end() if echo else 0 :]
+        mark = self._begin.search(self._text)
+        end = mark.start() if mark else self._first_held()
+        output.say(self._text[:end])
+        self._text = self._text[mark.end() if mark else end :]
+        if mark is None:
             return False
-        tag = self._begin.search(self._text)
-        end = tag.start() if tag else self._first_held()
-        self._say(self._text[:end], output)
-        if tag is None:
-            self._text = self._text[end:]
-            return False
-        rest = self._text[tag.end() :]
-        self._text = rest
-        if tag["last"]:
-            if self._follows_call:
-                self._blank = ""
-                self._echo = self._region
-            else:
-                output.say(tag[0])
-            return True
-        self._raw = [tag[0]]
-        self._parser = _LiteralParser(self._form, tag["name"], self._schemas)
+        self._raw = [mark[0]]
+        self._parser = _LiteralParser(self._form, mark["name"], self._schemas)
         self._steps = self._parser.run()
         self._parse(output)
-        return True
-
-    def _drop_echo(self) -> bool:
-        """Drop the text of the last region if it follows again. Returns whether this is known."""
-        rest = self._text.lstrip()
-        if len(rest) < len(self._echo) and self._echo.startswith(rest):
-            return False
-        if rest.startswith(self._echo):
-            self._text = rest.removeprefix(self._echo)
-        self._echo = ""
         return True
 
     def _first_held(self) -> int:
         """Return the begin of the text that may become a mark."""
         for place in range(max(0, len(self._text) - _LONGEST_BEGIN), len(self._text)):
-            is_first = self._text[place] in self._firsts
+            is_first = self._text[place] in self._form.first
             if is_first and self._begin.match(self._text, place, partial=True) is not None:
                 return place
         return len(self._text)
-
-    def _say(self, text: str, output: CallParts) -> None:
-        self._follows_call = self._follows_call and not text.strip()
-        self._blank += text
-        if not self._follows_call:
-            output.say(self._blank)
-            self._blank = ""
 
     def _parse(self, output: CallParts) -> None:
         """Continue the open region with the text that it has."""
@@ -368,21 +341,19 @@ class LiteralRegions:
             if parser.is_last:
                 raise _NoCall
         except StopIteration:
-            output.say(self._blank)
-            self._blank = ""
             for name, arguments in parser.calls:
                 self._calls.whole(name, json.dumps(arguments), output)
-            self._follows_call = True
             self._text = parser.text[parser.position :]
-            self._region = ("".join(self._raw)[: -len(self._text) or None]).partition("[")[2]
-            is_short = len(self._region) < _LONGEST_BEGIN
-            self._region = "[" + self._region if self._form.end and is_short else ""
+            region = "".join(self._raw).removesuffix(self._text)
+            if self._form.end and len(region) < _LONGEST_BEGIN:
+                again = regex.escape(region[region.index("[") :])
+                self._echo = regex.compile(rf"\s*{self._form.last}\s*{again}")
             self._parser = None
         except (_NoCall, RecursionError):
             raw = "".join(self._raw)
             self._parser = None
             # Reading goes on after the mark, where another call may begin.
-            self._say(raw[:1], output)
+            output.say(raw[:1])
             self._text = raw[1:]
 
     def finish(self, output: CallParts) -> None:
@@ -392,9 +363,8 @@ class LiteralRegions:
             self._parse(output)
             if self._text:
                 self.feed("", output)
-        output.say(self._blank + self._text)
+        output.say(self._text)
         self._text = ""
-        self._blank = ""
 
 
 def spelled(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from server.text.call_formats import JSON_FORMATS, LLAMA3_JSON, PYTHONIC, XML_FORMATS
+import regex
+
+from server.text.call_formats import JSON_FORMATS, LLAMA3_JSON, PYTHONIC, XML_FORMATS, last_mark
 from server.text.call_pieces import Call, CallParts, Calls, Piece, Reader
 from server.text.json_calls import JsonAnswer, JsonRegions
 from server.text.literal_calls import LITERAL_FORMATS, LiteralRegions
@@ -40,7 +42,11 @@ class ToolCalls:
         self._calls = Calls(use.names)
         self._most = None if use.parallel else 1
         self._held = ""
-        """White space after a call; it becomes text if text follows."""
+        """White space after a call, or a mark that may belong to it."""
+        last = last_mark(use.format)
+        if use.format in LITERAL_FORMATS:
+            last = LITERAL_FORMATS[use.format].last
+        self._last = regex.compile(rf"\s*(?:{last})") if last else None
         self._follows_call = False
         self._reader = call_reader(self._calls, use, response_template)
 
@@ -77,12 +83,24 @@ class ToolCalls:
                 continue
             said = self._held + part
             self._held = ""
-            if self._follows_call and not said.strip():
-                self._held = said
-            else:
+            if self._follows_call:
+                said = self._after_marks(said)
+            if said:
                 self._follows_call = False
                 parts.append(said)
+        if is_last and self._held.strip():
+            parts.append(self._held)
         return parts
+
+    def _after_marks(self, text: str) -> str:
+        """Return a text after a call without marks; hold white space and a part of a mark."""
+        mark = self._last.match(text, partial=True) if self._last is not None else None
+        if mark is not None and not mark.partial:
+            return self._after_marks(text[mark.end() :])
+        if mark is None and text.strip():
+            return text
+        self._held = text
+        return ""
 
     def _up_to_only_call(self, parts: list[str | Piece]) -> list[str | Piece]:
         assert self._most is not None

@@ -146,15 +146,11 @@ class XmlRegions:
         self._parameters = parameters
         self._form = form
         self._followed = followed
-        last = f"|(?P<last>{form.last})" if form.last else ""
-        self._opens = regex.compile(f"(?P<opens>{form.opens}){last}")
+        self._opens = regex.compile(f"(?P<opens>{form.opens})")
         self._tags = regex.compile(
             f"(?P<opens>{form.opens})|(?P<parameter>{form.parameter})|(?P<value_end>{form.value_end})"
             f"|(?P<closes>{form.closes})"
         )
-        self._follows_call = False
-        self._blank = ""
-        """This white space."""
         self._region: _Region | None = None
         self._text = ""
         self._quotes = True
@@ -173,7 +169,7 @@ class XmlRegions:
         rest = self._text[position:end]
         self._text = self._text[end:]
         if self._region is None:
-            self._say(rest, output)
+            output.say(rest)
         elif rest and not self._region.text(rest):
             self._give_back(output)
 
@@ -191,35 +187,18 @@ class XmlRegions:
             place = self._text.find(first, place + 1)
         return len(self._text)
 
-    def _say(self, text: str, output: CallParts) -> None:
-        """Report text outside calls. White space after a call waits for the tag after all calls."""
-        self._follows_call = self._follows_call and not text.strip()
-        self._blank += text
-        if not self._follows_call:
-            output.say(self._blank)
-            self._blank = ""
-
     def _take(self, tag: regex.Match[str], before: str, output: CallParts) -> None:
         groups = tag.groupdict()
-        kind = next(name for name in ("opens", "parameter", "value_end", "closes", "last") if groups.get(name))
+        kind = next(name for name in ("opens", "parameter", "value_end", "closes") if groups.get(name))
         if self._region is None:
-            self._say(before, output)
-            if kind == "last":
-                if self._follows_call:
-                    self._blank = ""
-                else:
-                    output.say(tag[0])
-                return
+            output.say(before)
         elif self._region.text(before) and self._region.tag(kind, tag[0], tag["key"], groups.get("is_string")):
             if not self._region.is_complete:
                 return
             arguments = self._arguments(self._region)
             if arguments is not None:
-                output.say(self._blank)
-                self._blank = ""
                 self._calls.whole(self._region.name, json.dumps(arguments), output)
                 self._region = None
-                self._follows_call = True
                 return
             self._give_back(output)
             return
@@ -233,7 +212,7 @@ class XmlRegions:
                 is_value = partial(self._is_value, self._parameters[name])
             self._region = _Region(name, tag[0], self._quotes, bool(self._form.body), is_value)
         else:
-            self._say(tag[0], output)
+            output.say(tag[0])
 
     def _arguments(self, region: _Region) -> dict[str, Any] | None:
         schema = self._parameters[region.name]
@@ -258,15 +237,14 @@ class XmlRegions:
     def _give_back(self, output: CallParts) -> None:
         """Report the open call as text."""
         assert self._region is not None
-        self._say("".join(self._region.raw), output)
+        output.say("".join(self._region.raw))
         self._region = None
 
     def finish(self, output: CallParts) -> None:
         """Read the end of the answer, where a quoted beginning may have hidden a call's end."""
         if self._region is None:
-            output.say(self._blank + self._text)
+            output.say(self._text)
             self._text = ""
-            self._blank = ""
             return
         text = "".join(self._region.raw) + self._text
         self._region = None

@@ -138,3 +138,15 @@ def test_thoughts_that_are_turned_off_are_closed(server: Server, layout: Layout)
         assert WORDS[layout.name] not in prompt
         assert "effort" not in ignored
         assert "thinking" not in ignored
+
+
+def test_the_model_card_has_the_table_of_efforts(server: Server, layout: Layout) -> None:
+    async def get() -> dict[str, Any]:
+        transport = httpx.ASGITransport(build_app(server))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return dict((await http.get("/v1/models")).json()["data"][0]["thinking"])
+
+    card = asyncio.run(get())
+    efforts = {"qwen38": "xhigh", "mistral_small4": "high", "glm52": "high"}
+    assert card["efforts"].get("high") == efforts.get(layout.name)
+    assert card["off"] is not None

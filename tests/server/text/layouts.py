@@ -62,11 +62,8 @@ class Layout:
             return text + spelled
         return f"{'' if is_open else marks.open}{thought}{marks.close}{text}{spelled}"
 
-    def documented(self) -> str:
+    def documented(self, dialogue: Dialogue) -> str:
         """The row of docs/dialogues.md."""
-        tokenizer = self.tokenizer()
-        dialogue = dialogue_of(tokenizer, "auto", "auto")
-        tokenizer.close()
         marks, switch = dialogue.thoughts, dialogue.thinking
         calls = "refused" if dialogue.tools_refusal else f"`{dialogue.call_format}`"
         thoughts = f"`{marks.open.strip()}`".replace("|", "\\|") if marks else ""
@@ -103,4 +100,5 @@ LAYOUTS = (
 )
 
 if __name__ == "__main__":
-    print("\n".join(layout.documented() for layout in LAYOUTS))
+    for one in LAYOUTS:
+        print(one.documented(dialogue_of(one.tokenizer(), "auto", "auto")))
