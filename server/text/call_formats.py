@@ -32,7 +32,7 @@ FENCE = "```"
 KIMI_K2, KIMI_BEGIN, KIMI_END = "kimi_k2", "<|tool_call_begin|>", "<|tool_call_end|>"
 KIMI_SECTIONS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
 """Marks of the published form, and of one that models write, too."""
-SOLAR_BEGIN, SOLAR_NAME = "<|tool_call:begin|>", "<|tool_call:name|>"
+SOLAR, SOLAR_BEGIN, SOLAR_NAME = "solar_open", "<|tool_call:begin|>", "<|tool_call:name|>"
 DSML = "｜DSML｜"
 MINIMAX = "]<]minimax[>["
 """Text with which every tag of MiniMax M3 begins."""
@@ -98,7 +98,7 @@ JSON_FORMATS: dict[str, JsonFormat] = {
     "nemotron_v2": _list("<TOOLCALL>", "</TOOLCALL>"),
     "falcon_h1": _list("<tool_call>", "</tool_call>"),
     KIMI_K2: _kimi(),
-    "solar_open": JsonFormat(
+    SOLAR: JsonFormat(
         {
             "<|tool_calls|>": rf"{_SPACE}{re.escape(SOLAR_BEGIN)}\w{{0,99}}{re.escape(SOLAR_NAME)}{_SPACE}{_NAME}"
             rf"{_SPACE}<\|tool_call:args\|>{_SPACE}\{{",
@@ -249,7 +249,7 @@ def call_marks(form: str | None) -> tuple[str, ...]:
     """Return the texts with which a format's calls may begin, the outermost first."""
     if form == HARMONY:
         return ("<|start|>assistant to=",)
-    if form == "solar_open":
+    if form == SOLAR:
         return ()  # text next to calls is a message
     if form in JSON_FORMATS:
         return tuple(JSON_FORMATS[form].opens)

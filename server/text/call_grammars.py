@@ -39,6 +39,7 @@ from server.text.call_formats import (
     MINIMAX,
     PYTHONIC,
     SEPARATOR,
+    SOLAR,
     SOLAR_BEGIN,
     SOLAR_NAME,
 )
@@ -168,14 +169,25 @@ SYNTAXES: Mapping[str, CallSyntax] = {
         more_marks=(KIMI_BEGIN, "<|tool_call_argument_begin|>", KIMI_END, "<|tool_calls_section_end|>"),
         not_in_text=(KIMI_BEGIN,),
     ),
-    "solar_open": CallSyntax(
+    # Thoughts and texts are messages, as in harmony.
+    SOLAR: CallSyntax(
         f'"{SOLAR_BEGIN}" /[a-zA-Z0-9]{{1,24}}/ "{SOLAR_NAME}" "NAME" "<|tool_call:args|>" ARGUMENTS '
         '"<|tool_call:end|>"',
         "<|tool_calls|>",
         between='""',
         last='"<|calls|>"?',
-        more_marks=(SOLAR_BEGIN, SOLAR_NAME, "<|tool_call:args|>", "<|tool_call:end|>", "<|calls|>"),
-        not_in_text=(SOLAR_BEGIN,),
+        more_marks=(
+            *(SOLAR_BEGIN, SOLAR_NAME, "<|tool_call:args|>", "<|tool_call:end|>", "<|calls|>"),
+            *("<|begin|>", "<|think|>", "<|content|>", "<|end|>"),
+        ),
+        before="(thought next)*",
+        answer='"<|content|>" answer',
+        in_text=("start: (message next)* (message | calls)", 'message: ("<|think|>" | "<|content|>") WORDS'),
+        rules=(
+            'thought: "<|think|>" WORDS',
+            'next: "<|end|>" "<|begin|>" "assistant"',
+            r"WORDS: /(?s:.*)/ & ~/(?s:.*)<\|(?:end|begin|calls|tool_call:begin|tool_calls)\|>(?s:.*)/",
+        ),
     ),
     "minimax_m2": _invokes("minimax:tool_call", '<invoke name="'),
     "deepseek_v32": _invokes(f"{DSML}function_calls", f"<{DSML}invoke", DSML),
@@ -214,12 +226,13 @@ SYNTAXES: Mapping[str, CallSyntax] = {
         between='""',
         last='"<|close|>" "tools" "<|sep|>"',
         more_marks=("<|open|>", "<|close|>", "<|sep|>"),
-        before="part*",
+        before="opened? thought*",
         answer='"<|open|>" "response" "<|sep|>" answer "<|close|>" "response" "<|sep|>"',
-        in_text=("start: part* (WORDS | calls)?",),
+        in_text=('start: (opened | WORDS "<|close|>" "response" "<|sep|>")? (thought | said)* (WORDS | calls)?',),
         rules=(
-            'part: ("<|open|>" KIND "<|sep|>")? WORDS? "<|close|>" KIND "<|sep|>"',
-            "KIND: /think|response/",
+            'opened: WORDS? "<|close|>" "think" "<|sep|>" | "<|close|>" "response" "<|sep|>"',
+            'thought: "<|open|>" "think" "<|sep|>" WORDS? "<|close|>" "think" "<|sep|>"',
+            'said: "<|open|>" "response" "<|sep|>" WORDS "<|close|>" "response" "<|sep|>"',
             r"WORDS: /(?s:.+)/ & ~/(?s:.*)<\|(?:open|close|sep)\|>(?s:.*)/",
         ),
     ),

@@ -274,7 +274,8 @@ def refusal(kind: str, number: int) -> RequestError:
     if kind == "documents":
         return RequestError(f"{template} has no place for documents; put them into a message", "documents")
     if kind == "order":
-        return RequestError(f"messages.{number}: {template} shows it before its call; see --chat-template", "messages")
+        reason = f"{template} shows its text, calls and results out of order; see --chat-template"
+        return RequestError(f"messages.{number}: {reason}", "messages")
     ways_out = {
         "content": "leave the message out, or put its text into another one",
         "tool_calls": "leave the calls and their results out, or see --chat-template",

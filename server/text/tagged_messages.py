@@ -77,6 +77,8 @@ class TaggedMessages:
         if self._open is None:
             return self._read_header(parts)
         mark = self._open[1]
+        if self._open is self._form.text and self._form.thought[1] in self._held.partition(mark)[0]:
+            mark = self._form.thought[1]  # a grammar takes an opened text for thoughts
         end = self._held.find(mark)
         if end < 0:
             sure = self._held[: len(self._held) - num_held(self._held, [mark])].rstrip()

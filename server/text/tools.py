@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from engine.api import RequestError
-from server.text.call_formats import HARMONY, KIMI_K2, KIMI_K3
+from server.text.call_formats import HARMONY, KIMI_K2, KIMI_K3, SOLAR
 from server.text.call_grammars import SYNTAXES, CallGrammar, SpecialToken
 from server.text.chat_variants import named_id
 from server.text.structured import LONGEST_GRAMMAR, NamedSchema, Structure
@@ -64,7 +64,7 @@ class ToolUse:
     @property
     def covers_thoughts(self) -> bool:
         """Whether the grammar of calls contains the thoughts before them."""
-        return self.format in (HARMONY, KIMI_K3)
+        return self.format in (HARMONY, KIMI_K3, SOLAR)
 
     def for_template(self) -> list[dict[str, Any]]:
         """Return the tools in the format of chat templates."""

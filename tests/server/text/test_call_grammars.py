@@ -25,12 +25,13 @@ from tokenizers import AddedToken
 from engine.api import RequestError
 from engine.grammar.grammar_tokens import read_vocabulary
 from server.text import text_values
-from server.text.call_formats import HARMONY, KIMI_K3, LLAMA3_JSON, MINIMAX, PYTHONIC
+from server.text.call_formats import HARMONY, KIMI_K3, LLAMA3_JSON, MINIMAX, PYTHONIC, SOLAR
 from server.text.call_grammars import SYNTAXES
 from server.text.call_pieces import Piece
 from server.text.harmony import HarmonyMessages
 from server.text.reasoning import Thought
 from server.text.structured import Structure
+from server.text.tagged_messages import MESSAGE_FORMATS, TaggedMessages
 from server.text.text_values import Alternatives
 from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
@@ -152,6 +153,9 @@ def read(use: ToolUse, text: str) -> tuple[str, list[tuple[str, dict[str, Any]]]
     if use.format == HARMONY:
         parts = HarmonyMessages("<|start|>assistant").feed(text, True)
         text = "".join(part for part in parts if not isinstance(part, Thought))
+    if use.format in MESSAGE_FORMATS:
+        parts = TaggedMessages(MESSAGE_FORMATS[use.format], "").feed(text, True)
+        text = "".join(part for part in parts if not isinstance(part, Thought))
     reader = ToolCalls(use, None)
     outside = "".join(part for part in reader.feed(text, True) if not isinstance(part, Piece))
     return outside, [(call.name, json.loads(call.arguments)) for call in reader.calls], reader.are_complete
@@ -211,7 +215,7 @@ def test_forced_calls_are_read_back(model_of: Callable[[str, bool], Model], form
 @pytest.mark.parametrize(
     ("form", "are_special"),
     # In harmony, text that spells a mark ends a message wherever it is.
-    [*((form, is_one) for form in WALKED for is_one in (False, True) if is_one or form != HARMONY)],
+    [*((form, is_one) for form in WALKED for is_one in (False, True) if is_one or form not in (HARMONY, SOLAR))],
 )
 def test_strict_calls_in_free_text_are_read_back(
     model_of: Callable[[str, bool], Model], form: str, are_special: bool
@@ -262,6 +266,9 @@ def test_strict_calls_are_allowed_as_the_model_writes_them(
     assert model.allows(grammar, LONG[form])
     assert not model.allows(grammar, LONG[form].replace("3", "three"))
     call = LONG[form].rpartition("think<|sep|>")[2]
+    if form == KIMI_K3:
+        said = LONG[form].replace("<|open|>tools", "<|open|>response<|sep|>a<|close|>response<|sep|><|open|>tools", 1)
+        assert model.allows(grammar, said) != is_forced
     assert read(use, call) == ("", [("add", {"text": 'it is "so"', "days": 3})], True)
 
 

@@ -416,7 +416,7 @@ def test_a_result_before_its_call_is_refused() -> None:
     def render(messages: Any, *_: Any) -> str:
         return "".join(map(shown, sorted(messages, key=lambda one: one["role"] != "tool")))
 
-    assert "shows it before its call" in str(refused(render, USER, called("a", x=1), result("a")))
+    assert "out of order" in str(refused(render, USER, called("a", x=1), result("a")))
 
 
 def test_a_system_prompt_that_moves_with_the_last_question_is_said_by_the_first() -> None:
