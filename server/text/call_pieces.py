@@ -1,9 +1,4 @@
-"""State of the function calls of one answer: text between them, names, and arguments piece by
-piece.
-
-Not for: finding the beginning and the end of a call (`json_calls.py`, `xml_calls.py`,
-`template_calls.py`).
-"""
+"""State of the calls of one answer. Not for: finding their begin and end (`*_calls.py`)."""
 
 from __future__ import annotations
 
@@ -111,8 +106,7 @@ class _Object:
         self._head = ""
 
     def feed(self, text: str, position: int, arguments: list[str]) -> int:
-        """Read from a position to the object's end, to invalid JSON, or to the end of the text, and
-        return that position.
+        """Read up to the object's end or invalid JSON; return the position after it.
 
         arguments: receives additions to the arguments once the name is known.
         """

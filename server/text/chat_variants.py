@@ -26,11 +26,7 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 def with_calls_as_text(messages: Messages, mark: str) -> Messages:
-    """Return the messages with calls in their texts, as their models write them, for templates that
-    show texts only: lists (Granite 3, Phi-4-mini), or Python's syntax (LFM2).
-
-    mark: a key of CALL_TEXTS.
-    """
+    """Return the messages with calls in their texts; mark: a key of CALL_TEXTS."""
     result: Messages = []
     for message in messages:
         if "tool_calls" in message:

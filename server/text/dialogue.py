@@ -1,8 +1,5 @@
-"""Finds out at start how the chat template writes the model's calls and thoughts: renders some and
-reads them back.
-
-The format of calls is the one that reads them back, whatever words the template has. Not for:
-reading answers (`tool_calls.py`, `reasoning.py`).
+"""Finds out at start how the chat template writes calls and thoughts: the format of calls is the
+one that reads a rendered call back. Not for: reading answers (`tool_calls.py`, `reasoning.py`).
 """
 
 from __future__ import annotations

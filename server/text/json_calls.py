@@ -157,11 +157,9 @@ class JsonRegions:
 
 
 class JsonAnswer:
-    """Reader of llama3_json: an answer that begins with { (or a tag of Python) contains calls
-    separated by ;.
+    """Reader of llama3_json: an answer of calls separated by ;, which begins with { or a tag.
 
-    Any other answer may have calls in Python's syntax (Llama 4). From the first object on that is
-    not a call, the rest is text.
+    Any other answer may have calls in Python's syntax. After an object that is no call all is text.
     """
 
     _TAGS = ("<|python_tag|>", "<|python_start|>")

@@ -235,10 +235,8 @@ class _MarkedCopies:
         return word
 
     def misplaced(self, places: Mapping[str, int]) -> list[int]:
-        """Return the numbers of messages whose text follows their calls, or whose result precedes
-        its call.
-
-        places: of the words that are shown.
+        """Return the numbers of messages whose text follows their calls; raises RequestError for a
+        result before its call. places: of the words that are shown.
         """
         texts: dict[int, int] = {}
         calls: dict[int, int] = {}
@@ -297,10 +295,8 @@ def _rename(call: dict[str, Any], name: str) -> None:
 
 
 def _shows_late_system_prompts(render: Render) -> bool:
-    """Return whether the template shows a system prompt between turns in its place, and changes
-    nothing before it.
-
-    The same conversation is always tried, so that later turns do not change the result.
+    """Return whether a system prompt between turns is shown in its place, always with the same
+    conversation.
     """
     roles = ("user", "assistant", "system", "user", "assistant", "user")
     words = [f"Word{number:06d}" for number in range(len(roles))]

@@ -75,13 +75,10 @@ def cleaned(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def closed(schema: dict[str, Any], is_root: bool = False) -> dict[str, Any]:
-    """Return a schema of arguments whose objects allow only the listed properties, unless it says
-    otherwise.
+    """Return a schema of arguments whose objects allow only the listed properties.
 
-    Without this, a model may invent names. Objects without listed properties remain open, except
-    for the root. Objects that are combined from parts (`allOf`, a reference next to properties)
-    remain open, and so do definitions in such schemas: a closed part would forbid the properties of
-    the other parts.
+    Objects without listed properties remain open, except for the root, and so do objects that are
+    combined from parts, because a closed part would forbid the properties of other parts.
     """
     result: dict[str, Any] = _closed(schema, is_root, with_definitions=not _has_parts(schema))
     return result

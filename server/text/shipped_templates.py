@@ -1,8 +1,4 @@
-"""Chat templates that come with the server (`server/templates/`), by name: with a place for tools,
-or for models whose checkpoints have none.
-
-A name is chosen by `--chat-template NAME`.
-"""
+"""Chat templates that come with the server (`server/templates/`), by name (`--chat-template`)."""
 
 from __future__ import annotations
 

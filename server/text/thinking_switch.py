@@ -1,8 +1,8 @@
-"""Finds out at start which variables of the chat template turn thoughts on and off, which words of
-effort it accepts, and what each does, by rendering a question with each.
+"""Finds out at start what turns thoughts on and off in a chat template, which words of effort it
+accepts, and what each does, by rendering a question with each.
 
-A template accepts a word if it does not refuse it and treats it in another manner than a word that
-does not exist. Off is what closes the thoughts, whatever its name is.
+A word is accepted if a word that does not exist is refused or has another effect. Off is what
+closes the thoughts, whatever its name is.
 """
 
 from __future__ import annotations

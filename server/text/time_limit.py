@@ -83,12 +83,10 @@ async def _end(limited: LimitedCall) -> None:
 
 
 async def run_limited(pool: Executor, seconds: float, call: Callable[..., Result], *args: Any) -> Result:
-    """Return the result of `call(*args)` in the pool; raises TookTooLong after `seconds` in its
-    thread.
+    """Return the result of `call(*args)` in the pool; raises TookTooLong after `seconds` of it.
 
-    The interpreter checks for the exception between its instructions. Loops in Python (and so in
-    templates) end at once, a long call into a library ends afterwards. Waiting for a thread does
-    not count. Cancelling the caller ends the call, too.
+    Loops in Python (and so in templates) end at once, a long call into a library ends afterwards.
+    Waiting for a thread does not count. Cancelling the caller ends the call, too.
     """
     limited = LimitedCall(call)
 

@@ -112,11 +112,9 @@ class Tokenizer:
     async def run_chat(
         self, messages: Sequence[dict[str, Any]], *args: Any, most: int | None = None, **options: Any
     ) -> list[int]:
-        """Return the token ids of a rendered chat; rendering runs in the threads for a limited
-        time.
+        """Return the token ids of a chat, rendered in the threads for a limited time.
 
-        A client's values may cause long loops in a template. Encoding does not count. Raises
-        RequestError for more than `most` tokens.
+        Encoding does not count. Raises RequestError for more than `most` tokens.
         """
         content = _encoder.encode([messages, args, options])
         size = size_of_chat(len(content), content.count(b"{"))
@@ -177,8 +175,7 @@ class Tokenizer:
         return [part for part in parts if part]
 
     def encode_inside(self, text: str, controls: frozenset[int]) -> list[int]:
-        """Return the token ids of a text inside another one: without the space that some tokenizers
-        add before a text.
+        """Return the token ids of a text inside another one, without an added space.
 
         controls: added tokens whose spellings are ordinary text.
         """

@@ -1,8 +1,7 @@
-"""Reads function calls from an answer incrementally: text outside them, names, and arguments piece
-by piece.
+"""Reads function calls from an answer incrementally: text outside them, names, and arguments.
 
-In JSON formats a call is reported as soon as its name is known, and its arguments while the model
-writes them. A region that is not a call (invalid JSON, an unknown name) becomes text.
+In JSON formats a call is reported as soon as its name is known. A region that is not a call becomes
+text.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
 """Function tools of a chat request: their description for the template, and the grammar of an
-answer.
+answer. Grammars enforce forced calls and strict tools in all formats but `response_template`.
 
-Formats of calls: `hermes` (JSON between <tool_call> and </tool_call>; Hermes, Qwen), `llama3_json`
-(the answer is JSON with name and parameters; Llama 3), the formats of `call_formats.py` (Mistral,
-GLM, DeepSeek and others), and formats that a tokenizer's `response_template` describes
-(transformers). Grammars (`call_grammars.py`) enforce forced calls and strict tools in all formats
-but the last.
-
-Not for: finding the model's format (`dialogue.py`), or reading calls from an answer
-(`tool_calls.py`).
+Not for: finding the model's format (`dialogue.py`), or reading calls (`tool_calls.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Compares the token that ends the assistant's turns in the chat template with the model's end
-tokens, at start.
+"""Compares the token that ends turns in the chat template with the model's end tokens, at start.
 
-Not for: ending answers. A template may end each message of a turn with a token that also precedes
-an answer.
+Not for: ending answers. A template may end a message with a token that also precedes an answer.
 """
 
 from __future__ import annotations

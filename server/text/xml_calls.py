@@ -1,15 +1,4 @@
-"""Reads calls whose arguments stand between tags, as plain text (`XmlFormat`). For example,
-`qwen3_coder`:
-
-    <tool_call>
-    <function=NAME>
-    <parameter=KEY>
-    VALUE
-    </parameter>
-    </function>
-    </tool_call>
-
-and `glm`:
+"""Reads calls whose arguments stand between tags, as plain text. For example, `glm`:
 
     <tool_call>NAME
     <arg_key>KEY</arg_key>
@@ -49,9 +38,8 @@ class _Region:
     """Parser of one call, tag by tag."""
 
     def __init__(self, name: str, opening: str, quotes: bool, has_body: bool, is_value: IsValue | None = None) -> None:
-        """opening: the tag that begins the call. quotes: whether values may contain whole calls.
-        has_body: whether text may stand instead of arguments. is_value: whether a text is a value
-        of an argument; None if values need not follow their schema.
+        """quotes: whether values may contain whole calls. has_body: whether text may stand instead
+        of arguments. is_value: whether a text is an argument's value; None if any is.
         """
         self.body: list[str] = []
         """Text that stands instead of arguments."""

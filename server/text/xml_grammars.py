@@ -81,10 +81,7 @@ class XmlArguments:
     def __init__(
         self, syntax: XmlSyntax, with_marks: Callable[[str], str], end_token: str, function: str, number: int
     ) -> None:
-        """with_marks: replaces marks in the right side of a rule. end_token: the special token for
-        the tag that ends a value, in Lark; "" if it is text. number: of the function, for names of
-        rules.
-        """
+        """end_token: the special token for the tag that ends a value, in Lark; "" if it is text."""
         self._syntax = syntax
         self._with_marks = with_marks
         self._end_token = end_token
