@@ -68,7 +68,7 @@ def layout(request: pytest.FixtureRequest) -> Layout:
 def server(layout: Layout, models: TinyModels) -> Iterator[Server]:
     settings = Serve(model=str(models.target), served_model_name=MODEL)
     client = ScriptedEngine(settings.engine_config(), 8)
-    client.facts = facts(vocab_size=VOCAB_SIZE, max_model_len=4000)
+    client.facts = facts(vocab_size=VOCAB_SIZE + 8, max_model_len=4000)
     tokenizer: Tokenizer = layout.tokenizer()
     observer = Observer(ServerMetrics(MODEL, compat=False), logs_requests=False)
     dialogue = dialogue_of(tokenizer, "auto", "auto")
@@ -87,7 +87,10 @@ def asked(server: Server, layout: Layout, path: str, body: dict[str, Any]) -> tu
 
     class Noting(type(client)):  # type: ignore[misc]
         def _send(self, message: Any) -> None:
-            prompts.append(server.tokenizer.decode(next(iter(message.requests())).prompt_token_ids))
+            (request,) = message.requests()
+            end = server.tokenizer.token_of("<|tool_response>")
+            assert end is None or end in request.limits.stop_token_ids
+            prompts.append(server.tokenizer.decode(request.prompt_token_ids))
             opened = is_open(prompts[-1], marks)
             text = layout.answer(server.dialogue, opened, "Hm.", "", [("Read", {"path": "it's a.py"})])
             self.answer = server.tokenizer.encode(text, False)

@@ -28,7 +28,7 @@ class Layout:
     models: str
     calls: str | None
     tokens: tuple[str, ...] = ()
-    """Tokens by which the format is found."""
+    """Tokens by which the format is found, or which end an answer."""
     shows_tools: bool = True
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ LAYOUTS = (
     Layout("glm47", "GLM-4.7", "glm"),
     Layout("glm52", "GLM-5.2", "glm"),
     Layout("mistral_small4", "Mistral Small 4", "mistral_v11"),
-    Layout("gemma4", "Gemma 4", "gemma4"),
+    Layout("gemma4", "Gemma 4", "gemma4", ("<|tool_response>",)),
     Layout("kimi_k25", "Kimi K2 Thinking, K2.5", "kimi_k2"),
     Layout("kimi-k3", "Kimi K3 (`kimi-k3`)", "kimi_k3"),
     Layout("lfm2", "LFM2", "lfm2", ("<|tool_call_start|>", "<|tool_call_end|>")),

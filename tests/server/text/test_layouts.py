@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from engine.api import RequestError
+from server.text import rendering
 from server.text.answer_parts import part_reader
 from server.text.call_formats import call_marks
 from server.text.dialogue import Dialogue, dialogue_of
@@ -23,6 +25,7 @@ from tests.server.call_spellings import Call
 from tests.server.daemon_process import ROOT
 from tests.server.text.layouts import LAYOUTS, Layout
 from tests.server.text.test_turns import called
+from tests.wrong import instead
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -149,3 +152,17 @@ def test_the_table_of_the_documentation_is_this_one(known: Known) -> None:
     rows = page.partition("| layout |")[2].partition("\n\n")[0].splitlines()[2:]
     assert rows[LAYOUTS.index(layout)] == layout.documented(dialogue)
     assert len(rows) == len(LAYOUTS)
+
+
+def test_ids_of_our_own_lose_kimis_names() -> None:
+    """A wrong variant that keeps the ids of a history, whatever server made them."""
+    layout = next(layout for layout in LAYOUTS if layout.name == "kimi_k25")
+    tokenizer = layout.tokenizer()
+    kimi = (layout, tokenizer, dialogue_of(tokenizer, "auto", "auto"))
+    turns = [*QUESTION, *called(None, [("weather", '{"days": 3}'), ("now", "{}")])]
+    prompt = rendered(kimi, turns)
+    assert "functions.weather:0<|tool_call_argument_begin|>" in prompt
+    assert "## Return of functions.now:1\nresult 1" in prompt
+    with instead(rendering, "with_named_ids", lambda right, messages: messages), pytest.raises(RequestError):
+        rendered(kimi, turns)
+    tokenizer.close()
