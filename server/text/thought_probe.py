@@ -13,7 +13,7 @@ from dataclasses import replace
 from server.text.answer_parts import part_reader
 from server.text.probe import ANSWER, THOUGHT, Probe, tail
 from server.text.reasoning import Thought
-from server.text.thought_marks import MARKS, ThoughtMarks
+from server.text.thought_marks import MARKS, THINK, ThoughtMarks
 
 _WRAPPERS = (("<answer>", "</answer>"), ("<response>", "</response>"))
 """Tags of GLM-4.1V and Hunyuan, and of Granite 3.3."""
@@ -68,6 +68,8 @@ def _proves(probe: Probe, marks: ThoughtMarks) -> bool:
     earlier = probe.earlier_answer(f"{marks.open}{THOUGHT}{marks.close}{ANSWER}")
     if earlier is not None and ANSWER in earlier and THOUGHT not in earlier:
         return True
+    if marks == THINK:
+        return False  # many models have these tokens and do not think
     return all(probe.tokenizer.token_of(mark) is not None for mark in (marks.open, marks.close))
 
 

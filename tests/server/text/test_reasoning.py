@@ -92,6 +92,15 @@ def test_template_shows_whether_a_model_thinks() -> None:
     assert not is_open("<think>\n\n</think>\n\n")
 
 
+def test_tokens_prove_marks_that_few_models_have() -> None:
+    """Many models have the tokens of <think> and do not think."""
+    for marks, expected in ((MARKS["apertus"], MARKS["apertus"]), (THINK, None)):
+        tokenizer = Tokenizer(str(TOKENIZER), "{{ messages[-1].content }}")
+        tokenizer._backend.add_tokens([marks.open, marks.close])
+        assert found_marks("auto", Probe(tokenizer)) == expected
+        tokenizer.close()
+
+
 SHOWS = (
     "{% for m in messages %}{% if m.reasoning_content %}{{ OPEN + m.reasoning_content + CLOSE }}{% endif %}"
     "{{ m.content }}{% endfor %}"
