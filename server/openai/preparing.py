@@ -287,7 +287,7 @@ def _thinking_of(server: Server, body: ChatRequest) -> Setting:
     if effort not in switch.efforts:
         server.unknown_fields.ignore(deciding, "this model's chat template has no words of effort")
         return switch.on or Setting()
-    if switch.word_of(effort) != effort:
+    if switch.word_of(effort).lower() != effort:
         server.unknown_fields.ignore(deciding, f"{switch.word_of(effort)} is the nearest effort of this model")
     return switch.efforts[effort]
 

@@ -7,8 +7,9 @@ closes the thoughts, whatever its name is.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast, get_args
@@ -26,6 +27,7 @@ _ON_WORDS = ("enabled", "on")
 _MESSAGE_WORDS = ("/no_think", "/think")
 _NAME = re.compile(r"think|reason|effort")
 _NONSENSE = "polydraftword"
+_SPELLINGS: tuple[Callable[[str], str], ...] = (str, str.capitalize, str.upper)
 _DEFAULTS = {"opened": "on", "closed": "off", "left to the model": "left to the model"}
 
 
@@ -187,17 +189,17 @@ class _Search:
     def _accepted(self) -> dict[Effort, Setting]:
         by_name = {_effort_of(name): {**self._on.variables, name: True} for name in self._switches if _effort_of(name)}
         by_word = {cast(Effort, word): Setting(variables) for word, variables in by_name.items()}
-        for name in self._names:
-            if name not in self._switches and not by_word:
-                by_word = {word: self._with(name, word) for word in self._words(name)}
+        names = [name for name in self._names if name not in self._switches]
+        for name, spell in itertools.product(names, _SPELLINGS):
+            by_word = by_word or {word: self._with(name, spell(word)) for word in self._words(name, spell)}
         return {word: by_word[word] for word in EFFORTS if word in by_word}
 
     def _with(self, name: str, word: str) -> Setting:
         return replace(self._on, variables={**self._on.variables, name: word})
 
-    def _words(self, name: str) -> list[Effort]:
+    def _words(self, name: str, spell: Callable[[str], str]) -> list[Effort]:
         knows = partial(self._knows, name, base=self._on)
-        known = [word for word in EFFORTS if knows(word)]
+        known = [word for word in EFFORTS if knows(spell(word))]
         other = self._prompt(self._with(name, _NONSENSE))
         if other is None:
             return known
@@ -206,7 +208,7 @@ class _Search:
         if not known:
             return []
         # All other words have one effect, which the template may call by a word of effort.
-        meant = self._said(other, self._prompt(self._with(name, known[0])) or "")
+        meant = self._said(other, self._prompt(self._with(name, spell(known[0]))) or "")
         if meant is not None:
             return [word for word in EFFORTS if word in (meant, *known)]
         return list(EFFORTS)
@@ -221,7 +223,7 @@ class _Search:
             return False
         if unknown is None:
             return True
-        for spelled in (str, str.upper, str.capitalize):
+        for spelled in _SPELLINGS:
             unknown = unknown.replace(spelled(_NONSENSE), spelled(word))
         return known != unknown
 

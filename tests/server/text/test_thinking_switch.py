@@ -75,6 +75,11 @@ ASK = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
         (ASK + "{{ 'Think hard.' if reasoning_effort == 'high' }}", None, "minimal low medium high xhigh max"),
         (ASK + "{{ raise_exception('no') if reasoning_effort == 'none' }}", None, ""),
         (ASK + "Effort: {{ reasoning_strength | upper }}", None, "low low medium high high high"),
+        (
+            ASK + "{{ raise_exception('no') if (thinking_mode or '') not in ('', 'Low', 'High') }}{{ thinking_mode }}",
+            None,
+            "Low Low High High High High",
+        ),
         # Words of effort that close the thoughts, as those of Solar Open.
         (
             ASK + "{{ '<think></think>' if reasoning_effort in ('low', 'minimal') }}",
