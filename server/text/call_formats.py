@@ -140,6 +140,8 @@ class XmlFormat:
     """Text at both ends of a value that is not a part of it."""
     last: str = ""
     """Text after all calls."""
+    ends_twice: bool = False
+    """Whether models write the end of a value for the end of a call."""
     body: Literal["", "json", "nested"] = ""
     """Form of arguments that stand in a call without tags, or in nested tags."""
 
@@ -180,6 +182,7 @@ def _hy3(suffix: str) -> XmlFormat:
         value_end=f"</arg_value{s}>",
         closes=f"</tool_call{s}>",
         last=f"</tool_calls{s}>",
+        ends_twice=True,
     )
 
 

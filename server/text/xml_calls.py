@@ -37,15 +37,15 @@ IsValue = Callable[[str, str], bool]
 class _Region:
     """Parser of one call, tag by tag."""
 
-    def __init__(self, name: str, opening: str, quotes: bool, has_body: bool, is_value: IsValue | None = None) -> None:
-        """quotes: whether values may contain whole calls. has_body: whether text may stand instead
-        of arguments. is_value: whether a text is an argument's value; None if any is.
+    def __init__(self, name: str, opening: str, quotes: bool, form: XmlFormat, is_value: IsValue | None = None) -> None:
+        """quotes: whether values may contain whole calls. is_value: whether a text is an argument's
+        value; None if any is.
         """
         self.body: list[str] = []
         """Text that stands instead of arguments."""
         self.are_strings: dict[str, bool] = {}
         """Whether the model has called an argument a string, by its name."""
-        self._has_body = has_body
+        self._form = form
         self.name = name
         self.raw = [opening]
         self.is_complete = False
@@ -67,7 +67,7 @@ class _Region:
             return True
         if self._since_end is not None:
             self._since_end.append(text)
-        if self._has_body and not self.values:
+        if self._form.body and not self.values:
             self.body.append(text)
             return True
         return not text.strip()
@@ -96,7 +96,7 @@ class _Region:
             self.values[key] = []
             if is_string is not None:
                 self.are_strings[key] = is_string in ("true", "string")
-        elif kind == "closes":
+        elif kind == "closes" or (kind == "value_end" and self._form.ends_twice and self._since_end is not None):
             self.is_complete = True
         elif self._back_to_value():
             self._inside_value(kind, tag)
@@ -198,7 +198,7 @@ class XmlRegions:
             is_value = None
             if name in self._followed:
                 is_value = partial(self._is_value, self._parameters[name])
-            self._region = _Region(name, tag[0], self._quotes, bool(self._form.body), is_value)
+            self._region = _Region(name, tag[0], self._quotes, self._form, is_value)
         else:
             output.say(tag[0])
 

@@ -86,6 +86,12 @@ REPAIRED: list[tuple[str, str, dict[str, Any]]] = [
         {"city": "2"},
     ),
     (
+        "hy3",
+        "<tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</arg_value>\n"
+        "</tool_calls>",
+        {"days": 2},
+    ),
+    (
         "kimi_k3",
         '<|open|>call tool="weather" index="1"<|sep|><|open|>json type="object"<|sep|>{"days": 2}<|close|>json<|sep|>'
         "<|close|>call<|sep|>",
