@@ -37,10 +37,9 @@ from server.serving.tracing import Tracing
 from server.settings.settings import Serve
 from server.start_lines import start_lines
 from server.state import Server
-from server.text.dialogue import dialogue_of, has_thinking_switch
+from server.text.dialogue import dialogue_of
 from server.text.infill import infill_of
 from server.text.shipped_templates import SHIPPED
-from server.text.thought_marks import thought_marks
 from server.text.tokenizer import GenerationDefaults, Tokenizer
 from server.text.turn_end import check_template, turn_remark
 from server.wire.foreign_fields import FOREIGN
@@ -139,8 +138,7 @@ def build_server(settings: Serve, client: EngineClient) -> Server:
         observer=Observer(metrics, settings.enable_log_requests, tracing),
         model_name=name,
         dialogue=dialogue,
-        has_thinking_switch=has_thinking_switch(tokenizer),
-        thoughts=thought_marks(settings.reasoning_parser, tokenizer.chat_template),
+        thoughts=dialogue.thoughts,
         infill=infill_of(tokenizer, settings.fim_tokens),
         unknown_fields=UnknownFields(settings.strict_fields, BODIES, FOREIGN),
     )

@@ -20,6 +20,8 @@ def start_lines(facts: EngineFacts, server: Server, address: str) -> list[str]:
     ]
     if server.dialogue.tools_refusal:
         lines.append(f"requests with tools are refused: {server.dialogue.tools_refusal}")
+    if server.dialogue.thinking:
+        lines.append(f"thoughts: {server.dialogue.thinking}")
     if server.infill is not None:
         lines.append(f"gaps are filled with the tokens {server.infill.marks}")
     if not server.settings.uds:

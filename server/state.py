@@ -27,9 +27,7 @@ class Server:
     observer: Observer
     model_name: str
     dialogue: Dialogue
-    """Format of the model's calls, and the unseparated parts of its answers."""
-    has_thinking_switch: bool = False
-    """Whether the chat template has variables that switch thinking on or off."""
+    """Format of the model's part of a conversation, as found at start."""
     thoughts: ThoughtMarks | None = None
     """Marks around the thoughts in answers; None if answers have none."""
     infill: Infill | None = None

@@ -35,10 +35,10 @@ from server.openai.thinking import GrammarScope, thoughts_of
 from server.serving.choice import TextOptions
 from server.serving.generation import Generation
 from server.state import Server
-from server.text.call_formats import call_marks
+from server.text.call_formats import END_MARKS, call_marks
 from server.text.line_bounds import LineBounds
-from server.text.reasoning import thinking_variables
 from server.text.structured import Structure, structure_of
+from server.text.thinking_switch import Setting
 from server.text.tools import ToolUse, other_kinds, plain_text, template_message, tool_use_of
 from server.wire.current_call import this_call
 from server.wire.errors import model_not_found
@@ -83,7 +83,7 @@ def check_model(server: Server, name: str | None) -> str:
 
 @dataclass(frozen=True)
 class Filling:
-    """Ends of an answer that fills a gap."""
+    """Further ends of an answer that fills a gap, or has calls."""
 
     end_token_ids: frozenset[int]
     """Tokens that end it, as the model's end tokens do."""
@@ -177,7 +177,7 @@ async def prepare(
 ) -> Generation:
     """Return the generation of a body whose prompts are tokenized.
 
-    filling: ends of an answer that fills a gap; None for any other answer.
+    filling: further ends of the answer; None if there are none.
     """
     body.seed = named_seed(body)
     bad_words = await _bad_words(server, body)
@@ -195,7 +195,7 @@ async def prepare(
     if structure.grammar:
         covers_thoughts = tools is not None and tools.covers_thoughts
         scope = GrammarScope(is_whole=is_bound, covers_thoughts=covers_thoughts)
-    thoughts = thoughts_of(server, body, prompts[0], bounds[0], scope)
+    thoughts = thoughts_of(server, body, prompts[0], bounds[0], scope, tools)
     filling = filling or Filling(frozenset())
     end_token_ids = frozenset[int]() if body.ignore_eos else filling.end_token_ids
     prepared = Prepared(prompts, bounds, bad_words, structure.grammar, prediction, thoughts.followed, end_token_ids)
@@ -250,32 +250,45 @@ def _most_tokens(server: Server, body: GenerationFields) -> int | None:
     return server.client.ready_facts().max_model_len
 
 
-def _thinking_of(server: Server, body: ChatRequest) -> dict[str, Any]:
-    """Return the fields about thinking as template variables; none without a switch."""
+def _thinking_of(server: Server, body: ChatRequest) -> Setting:
+    """Return the setting of the chat template for the body's fields about thinking. A wish that the
+    template cannot follow is reported.
+    """
     is_wanted = body.enable_thinking
     if is_wanted is None and body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
         is_wanted = body.thinking.type == "enabled"
     effort = body.reasoning_effort
     if not effort and body.reasoning is not None:
         effort = body.reasoning.effort
-    variables = thinking_variables(effort, is_wanted)
     given = _thinking_fields(body)
-    if not effort and is_wanted is False:
-        effort = "none"
-    served_efforts: dict[str, str] = {}
-    if server.thoughts is not None:
-        served_efforts = dict(server.thoughts.efforts)
-    if effort in served_efforts:
-        served_effort = served_efforts[effort]
-        variables["reasoning_effort"] = served_effort
-        why = f"this model always thinks, with low, medium or high effort; {served_effort} is used"
-        deciding = next(name for name in _DECIDING_FIELDS if name in given)
+    switch = server.dialogue.thinking
+    if not switch:
+        for name in given:
+            server.unknown_fields.ignore(name, "this model's chat template has no switch for thinking")
+        return Setting()
+    if is_wanted is None and not effort:
+        return Setting()
+    deciding = next(name for name in _DECIDING_FIELDS if name in given)
+    if is_wanted is False or (effort == "none" and not is_wanted):
+        if switch.off is not None:
+            return switch.off
+        if not switch.efforts:
+            server.unknown_fields.ignore(deciding, "this model's chat template cannot turn thoughts off")
+            return Setting()
+        effort = "minimal"
+        why = f"this model always thinks; {switch.word_of(effort)} is used"
         server.unknown_fields.ignore(deciding, why)
-    if not variables or server.has_thinking_switch:
-        return variables
-    for name in given:
-        server.unknown_fields.ignore(name, "this model's chat template has no switch for thinking")
-    return {}
+        return switch.efforts[effort]
+    if not effort or effort == "none":
+        if switch.on is None:
+            server.unknown_fields.ignore(deciding, "this model's chat template has no switch for thinking")
+        return switch.on or Setting()
+    if effort not in switch.efforts:
+        server.unknown_fields.ignore(deciding, "this model's chat template has no words of effort")
+        return switch.on or Setting()
+    if switch.word_of(effort).lower() != effort:
+        server.unknown_fields.ignore(deciding, f"{switch.word_of(effort)} is the nearest effort of this model")
+    return switch.efforts[effort]
 
 
 def _thinking_fields(body: ChatRequest) -> list[str]:
@@ -307,11 +320,14 @@ async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None
     tools = tool_use_of(body, server.dialogue.call_format, server.dialogue.tools_refusal)
     if body.continue_final_message:
         _check_continued(body, messages[-1])
+    setting = _thinking_of(server, body)
+    if users := [message for message in messages if message["role"] == "user"]:
+        users[-1]["content"] += setting.word
     prompt = await server.tokenizer.run_chat(
         messages,
         body.add_generation_prompt,
         body.continue_final_message,
-        _thinking_of(server, body) | template_variables(body.chat_template_kwargs),
+        {**setting.variables, **template_variables(body.chat_template_kwargs)},
         [] if tools is None else tools.for_template(),
         body.documents or [],
         call_marks(server.dialogue.call_format),
@@ -337,7 +353,9 @@ def _check_continued(body: ChatRequest, last_message: dict[str, Any]) -> None:
 async def prepare_chat(server: Server, body: ChatRequest) -> Generation:
     """Return the generation of a conversation's next message."""
     prompt, tools = await chat_prompt(server, body, _most_tokens(server, body))
-    return await prepare(server, body, [prompt], max_tokens_of(body), tools)
+    end = None if tools is None else server.tokenizer.token_of(END_MARKS.get(tools.format, ""))
+    filling = None if end is None else Filling(frozenset({end}))
+    return await prepare(server, body, [prompt], max_tokens_of(body), tools, filling)
 
 
 async def prepare_completion(server: Server, body: CompletionRequest) -> Generation:

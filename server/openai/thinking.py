@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 from engine.api import RequestError, Thinking
 from server.state import Server
-from server.text.harmony import HarmonyMessages
-from server.text.reasoning import ThoughtReader, is_closed, is_open, reasoning_of
-from server.text.thought_marks import DEEPSEEK_R1, ThoughtMarks
+from server.text.answer_parts import part_reader
+from server.text.reasoning import ThoughtReader, is_closed, is_open
+from server.text.thought_calls import ThoughtCalls
+from server.text.thought_marks import DEEPSEEK_R1, HARMONY, MARKS, ThoughtMarks
+from server.text.tools import ToolUse
 from server.wire.fields import ChatRequest, GenerationFields
 
 _PROMPT_END = 16
@@ -47,11 +49,17 @@ class GrammarScope:
 
 
 def thoughts_of(
-    server: Server, body: GenerationFields, prompt: Sequence[int], bound: int, grammar: GrammarScope | None
+    server: Server,
+    body: GenerationFields,
+    prompt: Sequence[int],
+    bound: int,
+    grammar: GrammarScope | None,
+    tools: ToolUse | None = None,
 ) -> Thoughts:
     """Return the thoughts that an answer may contain.
 
-    bound: maximum number of answer tokens. grammar: None if the request has none. It applies after
+    bound: maximum number of answer tokens. tools: functions whose calls may end thoughts, unless a
+    grammar demands the closing mark. grammar: None if the request has none. It applies after
     the thoughts, or, if it contains them or the marks are not tokens of the model, from the first
     token on. Raises RequestError for a budget that cannot be enforced.
     """
@@ -76,9 +84,9 @@ def thoughts_of(
     if grammar is not None and grammar.covers_thoughts:
         if budget is not None:
             raise _not_with_calls("thinking_token_budget")
-        if is_open(end, marks) or is_closed(end, marks):
+        if marks == MARKS[HARMONY] and (is_open(end, marks) or is_closed(end, marks)):
             raise _not_with_calls("continue_final_message")
-        return Thoughts(partial(HarmonyMessages, end), shown)
+        return Thoughts(partial(part_reader, marks, end, False), shown)
     can_begin = not (is_closed(end, marks) or body.continue_final_message)
     may_think = is_begun or can_begin
     is_followed = may_think
@@ -96,10 +104,11 @@ def thoughts_of(
             budget=budget,
             may_end=not is_bound,
         )
-    if marks.lead:
-        return Thoughts(partial(HarmonyMessages, end), shown, followed)
     starts_inside = is_begun and (followed is not None or not is_bound)
-    return Thoughts(partial(reasoning_of, starts_inside, marks), shown, followed)
+    search = None
+    if tools is not None and not is_bound:
+        search = partial(ThoughtCalls, tools, server.tokenizer.response_template)
+    return Thoughts(partial(part_reader, marks, end, starts_inside, search), shown, followed)
 
 
 def _not_with_calls(field: str) -> RequestError:

@@ -99,6 +99,7 @@ def _add_models(router: APIRouter, server: Server) -> None:
             "root": adapter or base,
             "parent": base if adapter else None,
             "max_model_len": client.ready_facts().max_model_len,
+            "thinking": server.dialogue.thinking.card() if server.dialogue.thinking else None,
         }
 
     @router.get("/v1/models")

@@ -93,6 +93,8 @@ class Choice:
         self.thoughts = ""
         self.num_thought = 0
         """Number of tokens of thoughts."""
+        self._num_unsure = 0
+        """Number of last tokens that may be a call in the thoughts."""
         self.finish_reason: str | None = None
         self._last_token: int | None = None
         self.speculation = SpeculationCount(request.speculation.rule, request.speculation.draft_length)
@@ -131,6 +133,7 @@ class Choice:
             self._calls = ToolCalls(options.tools, tokenizer.response_template)
             if not options.tools.parallel:
                 self._counting_calls = ToolCalls(options.tools, tokenizer.response_template)
+        self._tools = options.tools
         self.call_ids: list[str] = []
         self._end_token_ids = options.end_token_ids
         self._lines: LineBounds | None = None
@@ -271,7 +274,9 @@ class Choice:
         """Return a piece of a call; the first piece of each call gets an id."""
         call_id = None
         if piece.name is not None:
-            call_id = "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
+            if self._tools is not None:
+                call_id = self._tools.call_id(piece.name, piece.index)
+            call_id = call_id or "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
             self.call_ids.append(call_id)
         return CallPiece(piece.index, call_id, piece.name, piece.arguments)
 
@@ -301,8 +306,15 @@ class Choice:
             return (piece,)
         was_inside = self._reasoning.is_inside
         parts = self._reasoning.feed(piece, is_last)
-        if not is_last:
-            self.num_thought += was_inside or self._reasoning.is_inside
+        if is_last or (was_inside and self._reasoning.has_called):
+            # A call that has ended the thoughts is no thought.
+            self.num_thought += 0 if self._reasoning.has_called else self._num_unsure
+            self._num_unsure = 0
+        elif self._reasoning.holds_call:
+            self._num_unsure += 1
+        elif was_inside or self._reasoning.is_inside:
+            self.num_thought += 1 + self._num_unsure
+            self._num_unsure = 0
         return parts
 
     def _filtered(self, piece: str, may_stop: bool, hidden: str = "", is_last: bool = False) -> Iterator[str | Thought]:

@@ -1,1 +1,1 @@
-"""Text of prompts and answers: tokens, templates, stop strings, thoughts, calls, grammars."""
+"""Text of prompts and answers: tokens, templates, thoughts, calls. Knows no HTTP."""

@@ -17,6 +17,9 @@ Schema = Mapping[str, Any] | bool
 
 _SPELLINGS = {"true": True, "false": False, "none": None, "null": None}
 """Values that some templates spell as Python does."""
+_CHECKED = frozenset(
+    {"type", "enum", "const", "properties", "required", "items", "additionalProperties", "title", "description"}
+)
 _MOST_STEPS = 200
 """Maximum number of references and combinations that are followed for one value."""
 
@@ -43,6 +46,23 @@ def is_value(text: str, key: str, parameters: Mapping[str, Any]) -> bool:
         json.loads(text)
         return True
     return False
+
+
+def follows(arguments: Any, parameters: Mapping[str, Any], is_exact: bool) -> bool:
+    """Return whether a call's arguments have the names and types of their schema.
+
+    is_exact: the schema must have no other keywords than those that are checked.
+    """
+    return _Schemas(parameters).follow({"type": "object", **parameters}, arguments, is_exact)
+
+
+def part_of(schema: Mapping[str, Any], name: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of a property, or of a list's elements (`item`)."""
+    part = _Schemas(root).at(schema, name)
+    wrapped = [schema, *_schemas(schema, "allOf")]
+    if part is None and name == "item":
+        part = next((one["items"] for one in wrapped if isinstance(one, Mapping) and "items" in one), None)
+    return part if isinstance(part, Mapping) else {}
 
 
 def referred(root: Mapping[str, Any], reference: Any) -> Any:
@@ -78,7 +98,7 @@ def _readings(text: str) -> list[Any]:
 
 
 def finite_number(text: str) -> float:
-    """Return a JSON number; raise ValueError for NaN and infinity, which Python decodes."""
+    """Return a finite JSON number; raises ValueError for any other."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(text)
@@ -114,6 +134,25 @@ class _Schemas:
                 return False
         return True
 
+    def follow(self, schema: Any, value: Any, is_exact: bool) -> bool:
+        """Return whether a value and its parts are admitted, with all required properties."""
+        if not isinstance(schema, Mapping):
+            return schema is not False
+        if is_exact and not schema.keys() <= _CHECKED:
+            return False
+        if not self.admit(schema, value):
+            return False
+        if isinstance(value, list):
+            return all(self.follow(schema.get("items"), one, is_exact) for one in value)
+        if not isinstance(value, dict):
+            return True
+        properties = schema.get("properties") or {}
+        if not set(schema.get("required") or ()) <= value.keys():
+            return False
+        if is_exact and not value.keys() <= properties.keys():
+            return False
+        return all(self.follow(properties.get(key), part, is_exact) for key, part in value.items())
+
     def at(self, schema: Any, key: str) -> Schema | None:
         """Return the schema of a property; None if the schema does not define it."""
         self._num_steps += 1
@@ -135,7 +174,6 @@ class _Schemas:
 
 
 def _combined(name: str, schemas: Sequence[Schema | None]) -> Schema | None:
-    """Return a combination of those schemas that are not None; None if there are none."""
     defined = [schema for schema in schemas if schema is not None]
     return {name: defined} if defined else None
 

@@ -14,21 +14,39 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.api import RequestError
 from server.text.call_formats import (
     BEGIN,
     CALL_LIST,
     CALLS_BEGIN,
     CALLS_END,
+    DSML,
     END,
     FENCE,
+    GEMMA4,
     HARMONY,
     HERMES,
+    KIMI_BEGIN,
+    KIMI_END,
+    KIMI_K2,
+    KIMI_K3,
+    KIMI_SECTIONS,
+    LFM2,
+    LFM2_MARK,
     LIST_MARK,
     LLAMA3_JSON,
+    MINIMAX,
+    PYTHONIC,
     SEPARATOR,
+    SOLAR,
+    SOLAR_BEGIN,
+    SOLAR_NAME,
 )
+from server.text.literal_calls import QUOTE
+from server.text.literal_grammars import LITERAL_GRAMMARS, LiteralArguments
 from server.text.schemas import cleaned, closed, compact
 from server.text.structured import lark_literal
+from server.text.text_values import CannotSplit
 from server.text.xml_grammars import XML_SYNTAXES, XmlArguments
 from server.wire.fields import Tool
 
@@ -38,7 +56,7 @@ SpecialToken = Callable[[str], int | None]
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """Calls: mark, first, call, any number of (between, call), last; right sides of rules."""
+    """Calls of a format: mark, first, call, any number of (between, call), last. Each is a rule."""
 
     call: str
     """NAME and ARGUMENTS stand for a function's name and arguments."""
@@ -59,11 +77,37 @@ class CallSyntax:
     in_text: tuple[str, ...] = ()
     """Rules of an answer with calls or text, if it is not text with calls at any place."""
     rules: tuple[str, ...] = ()
-    """Rules to which the other fields refer."""
 
 
 def _object(key: str = "arguments") -> str:
     return rf'"{{\"name\":\"NAME\",\"{key}\":" ARGUMENTS "}}"'
+
+
+def _invokes(outer: str, in_text: str, tag: str = "") -> CallSyntax:
+    return CallSyntax(
+        rf'"<{tag}invoke name=\"NAME\">" "\n"? ARGUMENTS "</{tag}invoke>"',
+        f"<{outer}>",
+        r'"\n"?',
+        r'"\n"?',
+        rf'"\n"? "</{outer}>"',
+        more_marks=(f"</{outer}>", f"</{tag}parameter>"),
+        not_in_text=(in_text,),
+    )
+
+
+def _hy3(suffix: str) -> CallSyntax:
+    return CallSyntax(
+        rf'"<tool_call{suffix}>" "NAME" "<tool_sep{suffix}>" "\n"? ARGUMENTS "</tool_call{suffix}>"',
+        f"<tool_calls{suffix}>",
+        r'"\n"?',
+        r'"\n"?',
+        rf'"\n"? "</tool_calls{suffix}>"',
+        more_marks=(
+            *(f"<tool_call{suffix}>", f"<tool_sep{suffix}>", f"</tool_call{suffix}>", f"</tool_calls{suffix}>"),
+            *(f"{begin}arg_{part}{suffix}>" for part in ("key", "value") for begin in ("<", "</")),
+        ),
+        not_in_text=(f"<tool_call{suffix}>",),
+    )
 
 
 _OPEN = "<tool_call>"
@@ -112,6 +156,85 @@ SYNTAXES: Mapping[str, CallSyntax] = {
         between=rf'"\n"? "{_OPEN}"',
         more_marks=(_CLOSE, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
+    "nemotron_v2": CallSyntax(
+        _object(), "<TOOLCALL>", '"["', '"," " "?', '"]" "</TOOLCALL>"', more_marks=("</TOOLCALL>",)
+    ),
+    "falcon_h1": CallSyntax(_object(), _OPEN, r'"\n"? "["', '"," " "?', rf'"]" "\n"? "{_CLOSE}"', more_marks=(_CLOSE,)),
+    KIMI_K2: CallSyntax(
+        f'"{KIMI_BEGIN}" "functions.NAME:" /[0-9]{{1,4}}/ "<|tool_call_argument_begin|>" ARGUMENTS "{KIMI_END}"',
+        KIMI_SECTIONS[0],
+        between='""',
+        last='"<|tool_calls_section_end|>"',
+        more_marks=(KIMI_BEGIN, "<|tool_call_argument_begin|>", KIMI_END, "<|tool_calls_section_end|>"),
+        not_in_text=(KIMI_BEGIN,),
+    ),
+    # Thoughts and texts are messages, as in harmony.
+    SOLAR: CallSyntax(
+        f'"{SOLAR_BEGIN}" /[a-zA-Z0-9]{{1,24}}/ "{SOLAR_NAME}" "NAME" "<|tool_call:args|>" ARGUMENTS '
+        '"<|tool_call:end|>"',
+        "<|tool_calls|>",
+        between='""',
+        last='"<|calls|>"?',
+        more_marks=(
+            *(SOLAR_BEGIN, SOLAR_NAME, "<|tool_call:args|>", "<|tool_call:end|>", "<|calls|>"),
+            *("<|begin|>", "<|think|>", "<|content|>", "<|end|>"),
+        ),
+        before="(thought next)*",
+        answer='"<|content|>" answer',
+        in_text=("start: (message next)* (message | calls)", 'message: ("<|think|>" | "<|content|>") WORDS'),
+        rules=(
+            'thought: "<|think|>" WORDS',
+            'next: "<|end|>" "<|begin|>" "assistant"',
+            r"WORDS: /(?s:.*)/ & ~/(?s:.*)<\|(?:end|begin|calls|tool_call:begin|tool_calls)\|>(?s:.*)/",
+        ),
+    ),
+    "minimax_m2": _invokes("minimax:tool_call", '<invoke name="'),
+    "deepseek_v32": _invokes(f"{DSML}function_calls", f"<{DSML}invoke", DSML),
+    "deepseek_v4": _invokes(f"{DSML}tool_calls", f"<{DSML}invoke", DSML),
+    "hy3": _hy3(""),
+    "hy3_opensource": _hy3(":opensource"),
+    "minimax_m3": CallSyntax(
+        rf'"{MINIMAX}<invoke name=\"NAME\">" ARGUMENTS "{MINIMAX}</invoke>"',
+        f"{MINIMAX}<tool_call>",
+        r'"\n"?',
+        r'"\n"?',
+        rf'"\n"? "{MINIMAX}</tool_call>"',
+        not_in_text=(f"{MINIMAX}<i",),
+    ),
+    GEMMA4: CallSyntax(
+        '"call:NAME{" ARGUMENTS "}" "<tool_call|>"',
+        "<|tool_call>",
+        between='"<|tool_call>"',
+        more_marks=("<tool_call|>", QUOTE),
+    ),
+    LFM2: CallSyntax(
+        '"NAME(" ARGUMENTS ")"', LFM2_MARK, '"["', '", "', '"]" "<|tool_call_end|>"', more_marks=("<|tool_call_end|>",)
+    ),
+    PYTHONIC: CallSyntax(
+        '"NAME(" ARGUMENTS ")"',
+        first='"["',
+        between='", "',
+        last='"]"',
+        in_text=("start: TEXT | calls", r"TEXT: /(\s*[^{\[\s](?s:.*))?/ & ~/(?s:.*)\[\s*(?:NAMES)\s*\((?s:.*)/"),
+    ),
+    # The prompt has opened the thoughts or the text, and their close is of several tokens.
+    KIMI_K3: CallSyntax(
+        r'"<|open|>" "call tool=\"NAME\" index=\"" /[1-9][0-9]{0,2}/ "\"" "<|sep|>" ARGUMENTS '
+        '"<|close|>" "call" "<|sep|>"',
+        first='"<|open|>" "tools" "<|sep|>"',
+        between='""',
+        last='"<|close|>" "tools" "<|sep|>"',
+        more_marks=("<|open|>", "<|close|>", "<|sep|>"),
+        before="opened? thought*",
+        answer='"<|open|>" "response" "<|sep|>" answer "<|close|>" "response" "<|sep|>"',
+        in_text=('start: (opened | WORDS "<|close|>" "response" "<|sep|>")? (thought | said)* (WORDS | calls)?',),
+        rules=(
+            'opened: WORDS? "<|close|>" "think" "<|sep|>" | "<|close|>" "response" "<|sep|>"',
+            'thought: "<|open|>" "think" "<|sep|>" WORDS? "<|close|>" "think" "<|sep|>"',
+            'said: "<|open|>" "response" "<|sep|>" WORDS "<|close|>" "response" "<|sep|>"',
+            r"WORDS: /(?s:.+)/ & ~/(?s:.*)<\|(?:open|close|sep)\|>(?s:.*)/",
+        ),
+    ),
     # One call ends an answer. Its thoughts are messages, too, so they are a part of the grammar.
     HARMONY: CallSyntax(
         '"commentary to=functions." "NAME" " "? ("<|constrain|>" "json")? "<|message|>" ARGUMENTS',
@@ -132,10 +255,7 @@ SYNTAXES: Mapping[str, CallSyntax] = {
 
 
 class CallGrammar:
-    """Grammar of an answer that may call functions.
-
-    Methods raise RequestError for arguments that the format cannot express.
-    """
+    """Grammar of an answer that may call functions. Methods raise RequestError."""
 
     def __init__(self, tools: Sequence[Tool], form: str, special_token: SpecialToken, is_parallel: bool) -> None:
         """form: a key of SYNTAXES. is_parallel: whether calls may follow each other."""
@@ -181,8 +301,9 @@ class CallGrammar:
         if syntax.mark:
             calls = f'"{syntax.mark}" rest'
         further = " (between call)*" if self._is_parallel else ""
+        names = "|".join(re.escape(tool.function.name) for tool in self._tools)
         rules = [
-            *(self._with_marks(rule) for rule in (*head, *syntax.rules)),
+            *(self._with_marks(rule.replace("NAMES", names)) for rule in (*head, *syntax.rules)),
             *more,
             f"calls: {self._with_marks(calls)}",
             f"rest: {self._with_marks(f'{syntax.first} call{further} {syntax.last}')}",
@@ -196,24 +317,32 @@ class CallGrammar:
         return "\n".join([*rules, *self._mark_rules()])
 
     def _argument_rules(self, tool: Tool, number: int, is_forced: bool) -> list[str]:
-        """Return the rule `args_NUMBER` with the rules that it needs."""
         is_followed = is_forced or bool(tool.function.strict)
         parameters: dict[str, Any] = {}
         if is_followed:
             parameters = cleaned(tool.function.parameters or {})
         # The schema is a separate root, for its references.
         schema = closed({"type": "object", **parameters}, is_followed)
+        if self._form in LITERAL_GRAMMARS:
+            literal = LiteralArguments(self._form, self._with_marks, self._token(QUOTE), number)
+            try:
+                return literal.following(schema) if is_followed else literal.unrestricted()
+            except CannotSplit as error:
+                raise RequestError(
+                    f"tools: {tool.function.name}: calls of this model cannot be forced or strict with {error}; change "
+                    "the schema, or use tool_choice auto without strict",
+                    "tools",
+                    "unsupported_value",
+                ) from error
         if self._form not in XML_SYNTAXES:
             return [f"args_{number}: %json {json.dumps(compact(schema))}"]
         syntax = XML_SYNTAXES[self._form]
-        end = self._token(syntax.end)
-        arguments = XmlArguments(syntax, self._with_marks, end, tool.function.name, number)
+        arguments = XmlArguments(syntax, self._with_marks, self._token(syntax.end), tool.function.name, number)
         if is_followed:
             return arguments.following(schema)
-        return arguments.unrestricted()
+        return arguments.unrestricted(tool.function.parameters or {})
 
     def _token(self, mark: str) -> str:
-        """Return a mark's special token in Lark; "" if it is text."""
         token = self._tokens.get(mark)
         return "" if token is None else f"<[{token}]>"
 

@@ -1,8 +1,4 @@
-"""State of one answer's calls: text between them, names, and arguments by pieces.
-
-Not for: finding the beginning and the end of a call (`json_calls.py`, `xml_calls.py`,
-`template_calls.py`).
-"""
+"""State of the calls of one answer. Not for: finding their begin and end (`*_calls.py`)."""
 
 from __future__ import annotations
 
@@ -20,7 +16,8 @@ _STRING_END = re.compile(r'["\\\x00-\x1f]')
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _SPACE = re.compile(r"\s*")
 _PLAIN = re.compile(r"[\s:,0-9+\-.eEtrufalsn]*")
-"""Characters of JSON outside strings and brackets."""
+"""Characters that JSON allows outside strings and brackets."""
+_NUMBER = re.compile(r":\d+\Z")
 _CLOSER = {"{": "}", "[": "]"}
 
 
@@ -79,6 +76,10 @@ class CallParts:
 class Reader(Protocol):
     """Reader of an answer's text, piece by piece."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the last text belongs to a call, or may."""
+
     def feed(self, text: str, output: CallParts) -> None:
         """Read a piece of text."""
 
@@ -87,7 +88,7 @@ class Reader(Protocol):
 
 
 class _Object:
-    """Incremental parser of a call's JSON object; marks inside strings are text."""
+    """Incremental parser of one call's JSON object; marks inside strings are text."""
 
     def __init__(self, name: str | None) -> None:
         """name: of the function, if the object has only its arguments."""
@@ -99,14 +100,13 @@ class _Object:
         self._in_string = False
         self._is_escaped = False
         self._has_just_opened = False
-        """Whether an object has opened and is still empty."""
         self._in_arguments = False
         self._depth_outside = 0 if name is not None else 1
         """Number of open brackets at the end of the arguments."""
         self._head = ""
 
     def feed(self, text: str, position: int, arguments: list[str]) -> int:
-        """Read to the object's end, invalid JSON, or the text's end; return the position.
+        """Read up to the object's end or invalid JSON; return the position after it.
 
         arguments: receives additions to the arguments once the name is known.
         """
@@ -192,6 +192,8 @@ def whole_call(raw: str) -> tuple[str, str] | None:
         value = json.loads(raw, strict=False, parse_constant=finite_number, parse_float=finite_number)
     except (ValueError, RecursionError):
         return None
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -216,8 +218,18 @@ class Calls:
         self._waiting = ""
         """Arguments that are held back: a bracket alone does not prove that this is a call."""
 
+    def name_in(self, call_id: str) -> str:
+        """Return the function of an id such as `functions.NAME:0`; the id if it is not clear."""
+        name = call_id.removeprefix("functions").removeprefix(".")
+        readings = (name, _NUMBER.sub("", name), name.rstrip("0123456789"))
+        if exact := next((reading for reading in readings if reading in self.names), None):
+            return exact
+        (*only,) = self.names
+        is_number = call_id.removeprefix("call").strip("_:.").isdigit()
+        return only[0] if is_number and len(only) == 1 else call_id
+
     def begin(self, name: str | None = None) -> None:
-        """Begin a possible call's object; name: if the object has only the arguments."""
+        """Begin a possible call's object; name: if the object has only its arguments."""
         self._object = _Object(name)
         self._is_announced = False
         self._is_named = name is not None
@@ -248,7 +260,7 @@ class Calls:
         output.call(Piece(len(self.calls) - 1, name, arguments))
 
     def settle(self, output: CallParts) -> bool:
-        """Report a complete object that was held back; return whether it is a call."""
+        """Report a complete object that was held back. Returns whether it is a call."""
         assert self._object is not None
         if self._is_announced or self._is_named:
             return self._is_announced
@@ -261,7 +273,7 @@ class Calls:
         return True
 
     def end(self, output: CallParts, before: str = "") -> bool:
-        """End the call; if it was none, it becomes text, with the text before it."""
+        """End the object. If it is no call, it becomes text, with the text before it."""
         assert self._object is not None
         is_complete = self._object.is_complete
         if is_complete:

@@ -14,38 +14,57 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from engine.api import RequestError
-from server.text.call_formats import LIST_MARK
+from server.text.call_formats import LFM2_MARK, LIST_MARK
+from server.text.literal_calls import spelled
 
 Messages = list[dict[str, Any]]
 
 _TEXT_BEFORE_CALLS = "text_before_calls"
-"""Key of a message whose content is None: its text, which belongs before its calls."""
+"""Key of a message whose text belongs before its calls and is not shown there."""
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _LETTERS = string.ascii_letters + string.digits
 
 
-def with_calls_as_text(messages: Messages) -> Messages:
-    """Return the messages with calls in their texts, for templates that show only texts.
-
-    As models with a list of calls write them (Granite 3, Phi-4-mini).
-    """
+def with_calls_as_text(messages: Messages, mark: str) -> Messages:
+    """Return the messages with calls in their texts; mark: a key of CALL_TEXTS."""
     result: Messages = []
     for message in messages:
         if "tool_calls" in message:
             functions = [call["function"] for call in message["tool_calls"]]
-            calls = [{"name": function["name"], "arguments": function["arguments"]} for function in functions]
-            text = f"{text_of(message)}{LIST_MARK}{json.dumps(calls, ensure_ascii=False)}"
-            message = {"role": message["role"], "content": text}
+            calls = [(function["name"], function["arguments"]) for function in functions]
+            message = {"role": message["role"], "content": text_of(message) + CALL_TEXTS[mark](calls)}
         result.append(message)
     return result
 
 
-def with_calls_alone(messages: Messages, numbers: Collection[int]) -> Messages:
-    """Return the messages, those with these numbers with a content of None."""
+def _listed(calls: Sequence[tuple[str, Any]]) -> str:
+    return LIST_MARK + json.dumps([{"name": name, "arguments": made} for name, made in calls], ensure_ascii=False)
+
+
+CALL_TEXTS: dict[str, Callable[[Sequence[tuple[str, Any]]], str]] = {
+    LIST_MARK: _listed,
+    LFM2_MARK: lambda calls: f"{LFM2_MARK}{spelled(calls)}<|tool_call_end|>",
+}
+
+
+def with_calls_alone(messages: Messages, numbers: Collection[int], content: str | None = None) -> Messages:
+    """Return the messages, those with these numbers with another content than their text."""
     result: Messages = []
     for number, message in enumerate(messages):
         if number in numbers:
-            message = {**message, "content": None, _TEXT_BEFORE_CALLS: message["content"]}
+            message = {**message, "content": content, _TEXT_BEFORE_CALLS: text_of(message)}
+        result.append(message)
+    return result
+
+
+def with_texts_before_calls(messages: Messages, numbers: Collection[int]) -> Messages:
+    """Return the messages, those with these numbers with their text in a separate message."""
+    result: Messages = []
+    for number, message in enumerate(messages):
+        if number in numbers and "tool_calls" in message:
+            said = {key: value for key, value in message.items() if key not in ("tool_calls", _TEXT_BEFORE_CALLS)}
+            result.append({**said, "content": text_of(message)})
+            message = {"role": message["role"], "content": "", "tool_calls": message["tool_calls"]}
         result.append(message)
     return result
 
@@ -105,6 +124,29 @@ def _with_short_ids(messages: Messages) -> Messages:
     return [changed(message) for message in messages]
 
 
+def with_named_ids(messages: Messages) -> Messages:
+    """Return the messages with ids that name the function and number the call (Kimi)."""
+    ids: dict[str, str] = {}
+    result: Messages = []
+    number = itertools.count()
+    for message in messages:
+        if "tool_calls" in message:
+            calls = []
+            for call in message["tool_calls"]:
+                ids[call["id"]] = named_id(call["function"]["name"], next(number))
+                calls.append({**call, "id": ids[call["id"]]})
+            message = {**message, "tool_calls": calls}
+        if "tool_call_id" in message:
+            message = {**message, "tool_call_id": ids.get(message["tool_call_id"], message["tool_call_id"])}
+        result.append(message)
+    return result
+
+
+def named_id(name: str, number: int) -> str:
+    """Return the id of a call for models that show its name there."""
+    return f"functions.{name}:{number}"
+
+
 def with_arguments_as_text(messages: Messages) -> Messages:
     """Return the messages with the arguments of calls as JSON text."""
 
@@ -125,7 +167,6 @@ def _has_text_and_thoughts(message: dict[str, Any]) -> bool:
 
 
 def _with_texts_before_thoughts(messages: Messages) -> Messages:
-    """Return the messages with text next to thoughts and calls in a message before."""
     result: Messages = []
     for message in messages:
         if _has_text_and_thoughts(message):
@@ -152,7 +193,6 @@ def with_one_call_a_turn(messages: Messages) -> Messages:
 
 
 def _separate_calls(message: dict[str, Any], answers: Messages) -> Messages:
-    """Return a message's calls in separate messages, each followed by its results."""
     result: Messages = []
     turn = message
     for call in message["tool_calls"]:
@@ -176,7 +216,6 @@ def with_late_system_prompts_in_user(messages: Messages) -> Messages:
 
 
 def _with_one_system_prompt(messages: Messages) -> Messages:
-    """Return the messages with one system prompt; later ones become the user's."""
     count = num_leading_system_prompts(messages)
     rest = with_late_system_prompts_in_user(messages)[count:]
     if not count:
@@ -186,10 +225,7 @@ def _with_one_system_prompt(messages: Messages) -> Messages:
 
 
 def _with_alternating_turns(messages: Messages) -> Messages:
-    """Return the messages with adjacent texts of one role joined.
-
-    User text after results of calls joins the last result.
-    """
+    """Return the messages with adjacent texts of one role joined, and text after results."""
     result: Messages = []
     for message in messages:
         if result and _may_join(result[-1], message):
@@ -201,7 +237,7 @@ def _with_alternating_turns(messages: Messages) -> Messages:
 
 
 def _may_join(message: dict[str, Any], later: dict[str, Any]) -> bool:
-    """Return whether adjacent messages are of one role, or a user's after a result."""
+    """Whether adjacent messages are texts of one role, or the user's after a result."""
     if not _is_text(later):
         return False
     if message["role"] == "tool" and later["role"] == "user":
@@ -233,6 +269,9 @@ def refusal(kind: str, number: int) -> RequestError:
         return RequestError(f"{template} has no place for tools; see --chat-template", "tools")
     if kind == "documents":
         return RequestError(f"{template} has no place for documents; put them into a message", "documents")
+    if kind == "order":
+        reason = f"{template} shows its text, calls and results out of order; see --chat-template"
+        return RequestError(f"messages.{number}: {reason}", "messages")
     ways_out = {
         "content": "leave the message out, or put its text into another one",
         "tool_calls": "leave the calls and their results out, or see --chat-template",

@@ -1,34 +1,26 @@
-"""Finds how the chat template writes calls and thoughts: renders and reads them.
-
-The format of calls is the one that reads them back, whatever words the template has. Not for:
-reading answers (`tool_calls.py`, `reasoning.py`).
+"""Finds out at start how the chat template writes calls and thoughts: the format of calls is the
+one that reads a rendered call back. Not for: reading answers (`tool_calls.py`, `reasoning.py`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, get_args
+from dataclasses import dataclass, field
+from typing import get_args
 
-from engine.api import ConfigError, RequestError
-from server.text.call_formats import RESPONSE_TEMPLATE, CallFormat, call_marks
-from server.text.harmony import HarmonyMessages
-from server.text.reasoning import Reasoning, Thought, ThoughtReader, is_open, thinking_variables
-from server.text.shipped_templates import advice_for
-from server.text.thought_marks import thought_marks
+from engine.api import ConfigError
+from server.text.call_formats import LLAMA3_JSON, RESPONSE_TEMPLATE, CallFormat, call_marks
+from server.text.probe import ANSWER, ARGUMENTS, NAME, TOOL, Probe, beyond
+from server.text.shipped_templates import advice_for, advice_without_template
+from server.text.thinking_switch import ThinkingSettings, thinking_switch
+from server.text.thought_marks import MARKS, ThoughtMarks
+from server.text.thought_probe import found_marks, reads_thought, shown_thought
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
-from server.wire.fields import Effort, Function, Tool
 
-_NAME = "polydraft_probe"
-_ARGUMENTS = {"text": 'It is "so".', "count": 3}
-_SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}, "count": {"type": "integer"}}}
-_TOOL = Tool(type="function", function=Function(name=_NAME, description="Probe.", parameters=_SCHEMA))
-_CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
-_ANSWER, _THOUGHT = "Polydraft-answer", "Polydraft-thought"
-_USER = {"role": "user", "content": "Hello"}
+_CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
 
 
 @dataclass(frozen=True)
@@ -36,11 +28,13 @@ class Dialogue:
     """Format of the model's part of a conversation."""
 
     call_format: str | None
-    """Format of calls; None if it is not known."""
     tools_refusal: str = ""
     """Reason why requests with tools are refused, and the way out; "" if they are served."""
     warnings: tuple[str, ...] = ()
     """Lines for the log about what is not separated from text."""
+    thoughts: ThoughtMarks | None = None
+    thinking: ThinkingSettings = field(default_factory=ThinkingSettings)
+    """Settings of the chat template that turn thoughts on and off."""
 
 
 def dialogue_of(tokenizer: Tokenizer, call_parser: str, reasoning_parser: str) -> Dialogue:
@@ -52,14 +46,19 @@ def dialogue_of(tokenizer: Tokenizer, call_parser: str, reasoning_parser: str) -
     if call_parser == RESPONSE_TEMPLATE and not _describes_calls(tokenizer):
         raise ConfigError(f"--tool-call-parser {call_parser}: the tokenizer has no response_template for calls")
     if not tokenizer.chat_template:
-        return Dialogue(None, "", ("the model has no chat template, so chats are refused; see --chat-template",))
+        warning = f"the model has no chat template, so chats are refused; {advice_without_template(tokenizer)}"
+        return Dialogue(None, "", (warning,), MARKS.get(reasoning_parser))
+    probe = Probe(tokenizer)
+    marks = found_marks(reasoning_parser, probe)
     call_format = None if call_parser == "auto" else call_parser
-    if _rendered(tokenizer, None) is None:
-        return Dialogue(call_format, "this model's chat template fails or refuses a question; see --chat-template")
-    shows_tools = _shows_tools(tokenizer)
-    call = _call(tokenizer, shows_tools)
+    if probe.plain is None:
+        refusal = "this model's chat template fails or refuses a question; see --chat-template"
+        return Dialogue(call_format, refusal, (), marks)
+    shows_tools = probe.question(has_tools=True) is not None
+    call = _call(probe, shows_tools)
     warnings = []
-    if reasoning_parser != "none" and not _reads_thoughts(tokenizer, reasoning_parser):
+    shown = shown_thought(probe) if reasoning_parser != "none" else None
+    if shown is not None and (marks is None or not reads_thought(shown, marks)):
         warnings.append("the chat template shows thoughts in a format that is not read; they are a part of the answers")
     if call is None:
         likely_format = _format_by_token(tokenizer)
@@ -68,20 +67,20 @@ def dialogue_of(tokenizer: Tokenizer, call_parser: str, reasoning_parser: str) -
         if call_parser != "auto" and call_parser not in _readers_of(tokenizer, call):
             warnings.append(_parser_warning(call_parser, likely_format))
     call_format = call_format or likely_format
-    if shows_tools and call_format is not None:
-        return Dialogue(call_format, "", tuple(warnings))
+    refusal = ""
     if not shows_tools:
-        why = "this model's chat template has no place for tools"
-    elif call is None:
-        why = "this model's chat template does not show calls, so their format is not known"
-    else:
-        why = "this server does not read calls in the format of this model's chat template"
+        refusal = "this model's chat template has no place for tools"
+    elif call_format is None and call is None:
+        refusal = "this model's chat template does not show calls, so their format is not known"
+    elif call_format is None:
+        refusal = "this server does not read calls in the format of this model's chat template"
         warnings.append("the chat template shows calls in a format that is not read; requests with tools are refused")
-    return Dialogue(call_format, f"{why}; {advice_for(tokenizer, shows_tools)}", tuple(warnings))
+    if refusal:
+        refusal += f"; {advice_for(tokenizer, shows_tools, call is not None, likely_format)}"
+    return Dialogue(call_format, refusal, tuple(warnings), marks, thinking_switch(probe, marks))
 
 
 def _parser_warning(call_parser: str, fitting: str | None) -> str:
-    """Return the warning about a format that does not read calls; fitting: one that does."""
     warning = f"--tool-call-parser {call_parser} does not read the calls that the chat template shows"
     if fitting is not None:
         warning += f"; {fitting} reads them"
@@ -93,51 +92,12 @@ def _describes_calls(tokenizer: Tokenizer) -> bool:
     return template is not None and "tool_calls" in template.get("fields", {})
 
 
-def has_thinking_switch(tokenizer: Tokenizer) -> bool:
-    """Return whether the variables that switch thinking on or off change a prompt."""
-    plain = _rendered(tokenizer, None)
-    efforts: tuple[Effort, ...] = ("none", "low", "high")
-    return any(_rendered(tokenizer, None, variables=thinking_variables(one, None)) != plain for one in efforts)
-
-
-def _rendered(
-    tokenizer: Tokenizer,
-    answer: dict[str, Any] | None,
-    shows_tools: bool = False,
-    variables: dict[str, Any] | None = None,
-) -> str | None:
-    """Return the prompt of a question and any answer; None if the template refuses it."""
-    messages: list[dict[str, Any]] = [_USER]
-    if answer is not None:
-        messages.append({"role": "assistant", "content": "", **answer})
-    tools = []
-    if shows_tools:
-        tools.append(_TOOL.model_dump(exclude_none=True))
-    try:
-        return tokenizer.render_chat(messages, add_generation_prompt=answer is None, variables=variables, tools=tools)
-    except RequestError:
-        return None
-
-
-def _shows_tools(tokenizer: Tokenizer) -> bool:
-    return _rendered(tokenizer, None, shows_tools=True) is not None
-
-
-def _call(tokenizer: Tokenizer, shows_tools: bool) -> str | None:
-    """Return a call as the template shows it, with the text after it, or None."""
-    shown = _rendered(tokenizer, {"tool_calls": [_CALL]}, shows_tools)
-    plain = _rendered(tokenizer, {"content": _ANSWER}, shows_tools)
+def _call(probe: Probe, shows_tools: bool) -> str | None:
+    shown = probe.answer(tool_calls=[_CALL], has_tools=shows_tools)
+    plain = probe.answer(content=ANSWER, has_tools=shows_tools)
     if shown is None or plain is None:
         return None
-    return _beyond(shown, plain)
-
-
-def _beyond(text: str, other: str) -> str:
-    """Return the part of a text from the first character on in which it differs from another."""
-    for place, (character, other_character) in enumerate(zip(text, other, strict=False)):
-        if character != other_character:
-            return text[place:]
-    return text[len(other) :]
+    return beyond(shown, plain)
 
 
 def _readers_of(tokenizer: Tokenizer, call: str) -> Iterator[str]:
@@ -145,19 +105,22 @@ def _readers_of(tokenizer: Tokenizer, call: str) -> Iterator[str]:
     formats = [name for name in get_args(CallFormat) if name != RESPONSE_TEMPLATE]
     if _describes_calls(tokenizer):
         formats.insert(0, RESPONSE_TEMPLATE)
+    if f"{NAME}(" in call:
+        formats.remove(LLAMA3_JSON)  # it reads calls in Python's syntax, too, as Llama 4 mixes both
+    # Formats may read each other's calls. The one whose mark the template writes comes first.
+    formats.sort(key=lambda name: not any(mark in call for mark in call_marks(name)))
     for name in formats:
-        use = ToolUse((_TOOL,), name, parallel=True, forced=False)
+        use = ToolUse((TOOL,), name, parallel=True, forced=False)
         reader = ToolCalls(use, tokenizer.response_template)
         reader.feed(call, True)
         if not reader.are_complete:
             continue
         calls = [(read_call.name, json.loads(read_call.arguments)) for read_call in reader.calls]
-        if calls == [(_NAME, _ARGUMENTS)]:
+        if calls == [(NAME, ARGUMENTS)]:
             yield name
 
 
 def _format_by_token(tokenizer: Tokenizer) -> str | None:
-    """Return the only format whose calls begin with a token of the vocabulary, or None."""
     names = [name for name in get_args(CallFormat) if _begins_with_token(tokenizer, name)]
     return names[0] if len(names) == 1 else None
 
@@ -165,17 +128,3 @@ def _format_by_token(tokenizer: Tokenizer) -> str | None:
 def _begins_with_token(tokenizer: Tokenizer, name: str) -> bool:
     marks = call_marks(name)
     return bool(marks) and len(marks[0]) > 1 and tokenizer.token_of(marks[0]) is not None
-
-
-def _reads_thoughts(tokenizer: Tokenizer, setting: str) -> bool:
-    """Return whether the thoughts that the template shows are separated."""
-    prompt = _rendered(tokenizer, None)
-    text = _rendered(tokenizer, {"content": _ANSWER, "reasoning_content": _THOUGHT})
-    if prompt is None or text is None or _THOUGHT not in text:
-        return True
-    marks = thought_marks(setting, tokenizer.chat_template)
-    if marks is None:
-        return False
-    reader: ThoughtReader = HarmonyMessages(prompt) if marks.lead else Reasoning(is_open(prompt, marks), marks)
-    parts = reader.feed(_beyond(text, prompt), True)
-    return any(isinstance(part, Thought) and part.text == _THOUGHT for part in parts)

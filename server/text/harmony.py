@@ -39,7 +39,10 @@ class _Kind(Enum):
 
 
 class HarmonyMessages:
-    """Parser of an answer in pieces; text without a valid header is the answer's."""
+    """Parser of one answer's text, in pieces of any size. Text without a header is text."""
+
+    holds_call = False
+    has_called = False
 
     def __init__(self, prompt_end: str) -> None:
         """prompt_end: last part of the prompt, with the header that it has opened."""
@@ -67,7 +70,7 @@ class HarmonyMessages:
         return self._kind is _Kind.THOUGHT
 
     def feed(self, text: str, is_last: bool = False) -> list[str | Thought]:
-        """Return the parts in a piece; the last piece releases all but an unfinished header."""
+        """Return the parts found; the last piece releases all but an unfinished header."""
         self._held += text
         parts: list[str | Thought] = []
         while self._held and self._advance(parts):
@@ -114,7 +117,7 @@ class HarmonyMessages:
         return True
 
     def _release(self, length: int, parts: list[str | Thought]) -> None:
-        """Release held text of the open message; an empty line separates messages of a kind."""
+        """Release held text. An empty line separates messages of one kind."""
         text = self._held[:length]
         self._held = self._held[length:]
         if not text:

@@ -25,15 +25,13 @@ _SNIPPET = "\n\n--- snippet ---\n\n"
 
 @dataclass(frozen=True)
 class Family:
-    """Spellings of a family's marks; without a middle the suffix comes first."""
+    """Spellings of a family's marks. Without a middle the answer follows the prefix."""
 
     prefix: str
     suffix: str
     middle: str = ""
     repository: str = ""
-    """Mark before a repository's name."""
     file: str = ""
-    """Mark before a file's name and its text."""
     ends: tuple[str, ...] = ()
     """Further tokens that end an answer."""
 
@@ -135,7 +133,7 @@ class Infill:
         return self._tokenizer.encode_as_text(text, self._controls)
 
     def inner_ids(self, text: str) -> list[int]:
-        """Return the tokens of a text inside another, without a tokenizer's added space."""
+        """Return the tokens of a text inside another one."""
         return self._tokenizer.encode_inside(text, self._controls)
 
     def further_ids(self, texts: Sequence[FurtherText]) -> list[list[int]]:
@@ -146,7 +144,7 @@ class Infill:
         return [[mark, *self.inner_ids(f"{further.name}\n{further.text}")] for further in texts]
 
     def with_heads(self, further: Sequence[Sequence[int]]) -> list[int]:
-        """Return further texts between the marks of the repository and the edited file."""
+        """Return further texts after the repository's mark, and before the edited file's."""
         tokens = [token for text in further for token in text]
         mark = self._ids.get(self._family.file)
         if mark is None or not further:

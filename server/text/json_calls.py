@@ -14,7 +14,7 @@ from enum import Enum, auto
 import regex
 
 from server.text.call_formats import JsonFormat
-from server.text.call_pieces import CallParts, Calls
+from server.text.call_pieces import CallParts, Calls, Reader
 from server.text.stops import num_held
 
 
@@ -35,20 +35,20 @@ class JsonRegions:
     def __init__(self, calls: Calls, form: JsonFormat) -> None:
         self._calls = calls
         self._form = form
-        marks = [*form.opens, form.last] if form.last else [*form.opens]
-        self._marks = sorted(marks, key=len, reverse=True)
+        self._marks = sorted(form.opens, key=len, reverse=True)
         self._find = re.compile("|".join(map(re.escape, self._marks)))
         self._heads = {mark: regex.compile(head) for mark, head in form.opens.items()}
         self._after = regex.compile(form.after)
         self._at = _JsonState.TEXT
         self._mark = ""
-        """Mark of the current call."""
         self._before = ""
         """Text from the mark to the object."""
         self._text = ""
         self._position = 0
-        self._follows_call = False
-        """Whether only white space has followed the last call."""
+
+    @property
+    def is_open(self) -> bool:
+        return self._at in (_JsonState.OBJECT, _JsonState.BROKEN)
 
     def feed(self, text: str, output: CallParts) -> None:
         self._text = self._text[self._position :] + text
@@ -64,7 +64,7 @@ class JsonRegions:
             pass
 
     def finish(self, output: CallParts) -> None:
-        """Read the end of the answer; a mark's beginning is text, unless it ends a call."""
+        """Read the end of the answer. The beginning of a mark is text outside of a call."""
         rest = self._text[self._position :]
         if self._at is _JsonState.TEXT:
             output.say(rest)
@@ -80,17 +80,13 @@ class JsonRegions:
         mark = self._find.search(self._text, self._position)
         end = mark.start() if mark else len(self._text) - num_held(self._text, self._marks)
         said = self._text[self._position : max(end, self._position)]
-        self._follows_call = self._follows_call and not said.strip()
         output.say(said)
         if mark is None:
             self._position += len(said)
             return False
         self._position = mark.end()
-        if mark[0] in self._heads:
-            self._at = _JsonState.HEAD
-            self._mark = mark[0]
-        elif not self._follows_call:
-            output.say(mark[0])
+        self._at = _JsonState.HEAD
+        self._mark = mark[0]
         return True
 
     def _read_head(self, output: CallParts) -> bool:
@@ -98,7 +94,6 @@ class JsonRegions:
         if head is None:
             output.say(self._mark)
             self._at = _JsonState.TEXT
-            self._follows_call = False
         elif head.partial:
             return False
         else:
@@ -106,10 +101,10 @@ class JsonRegions:
         return True
 
     def _begin(self, head: regex.Match[str], before: str) -> None:
-        """Begin an object, at the last character of a head."""
         self._before = before + head[0][:-1]
         self._position = head.end() - 1
-        self._calls.begin(head["name"] if self._form.is_named else None)
+        name = head["name"] if self._form.is_named else None
+        self._calls.begin(self._calls.name_in(name) if name and self._form.has_ids else name)
         self._at = _JsonState.OBJECT
 
     def _read_object(self, output: CallParts) -> bool:
@@ -128,7 +123,7 @@ class JsonRegions:
 
     def _end(self, output: CallParts) -> None:
         self._calls.num_broken += self._at is _JsonState.BROKEN
-        self._follows_call = self._calls.end(output, self._before)
+        self._calls.end(output, self._before)
         self._at = _JsonState.TEXT
 
     def _read_broken(self, output: CallParts) -> bool:
@@ -162,39 +157,60 @@ class JsonRegions:
 
 
 class JsonAnswer:
-    """Reader of llama3_json: an answer that begins with { has calls separated by ;.
+    """Reader of llama3_json: an answer of calls separated by ;, which begins with { or a tag.
 
-    Any other answer is text. From the first object on that is not a call, the rest is text.
+    Any other answer may have calls in Python's syntax. After an object that is no call all is text.
     """
 
-    _TAG = "<|python_tag|>"
+    _TAGS = ("<|python_tag|>", "<|python_start|>")
+    _END = "<|python_end|>"
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, otherwise: Reader) -> None:
+        """otherwise: reads an answer without objects."""
         self._calls = calls
+        self._otherwise: Reader | None = otherwise
         self._start: str | None = ""
         """Text before the type of the answer is known; None afterwards."""
+        self._held = ""
+        """Beginning of a tag after calls."""
         self._is_text = False
         self._between = ""
         """Text before an object; it is part of the answer if the object is not a call."""
+
+    @property
+    def is_open(self) -> bool:
+        return self._calls.is_open or (self._otherwise is not None and self._otherwise.is_open)
 
     def feed(self, text: str, output: CallParts) -> None:
         position = 0
         if self._start is not None:
             text = self._start + text
             start = text.lstrip()
-            if not start or (self._TAG.startswith(start) and start != self._TAG):
+            tag = next((tag for tag in self._TAGS if start.startswith(tag)), "")
+            rest = start.removeprefix(tag).lstrip()
+            if not rest or (not tag and any(one.startswith(start) for one in self._TAGS)):
                 self._start = text
                 return
             self._start = None
-            position = len(text) - len(start)
-            if start.startswith(self._TAG):
-                position += len(self._TAG)
+            if rest.startswith("{"):
+                self._otherwise = None
+            position = len(text) - len(rest)
             self._between = text[:position]
+        if self._otherwise is not None:
+            self._otherwise.feed(text, output)
+            return
+        text = self._held + text
+        self._held = ""
         while position < len(text) and not self._is_text:
             if self._calls.is_open:
                 position = self._in_call(text, position, output)
             elif text[position] == "{":
                 self._calls.begin()
+            elif text.startswith(self._END, position):
+                position += len(self._END)
+            elif self._END.startswith(text[position:]):
+                self._held = text[position:]
+                return
             elif text[position] in " \n\t;":
                 self._between += text[position]
                 position += 1
@@ -213,8 +229,12 @@ class JsonAnswer:
         return position
 
     def finish(self, output: CallParts) -> None:
+        if self._otherwise is not None:
+            self._otherwise.feed(self._start or "", output)
+            self._otherwise.finish(output)
+            return
         if self._calls.is_open:
             self._calls.end(output, self._between)
         elif not self._is_text and not self._calls.calls:
             output.say(self._between)
-        output.say(self._start or "")
+        output.say((self._start or "") + self._held)

@@ -15,7 +15,7 @@ _CHARACTERS_PER_OBJECT = 128
 
 
 def size_of_chat(num_characters: int, num_objects: int) -> int:
-    """Return a chat's size as characters; messages, tools and documents are objects."""
+    """Return the size of a chat, as a number of characters of text."""
     return num_characters + _CHARACTERS_PER_OBJECT * num_objects
 
 

@@ -15,16 +15,13 @@ class LineBounds:
     """Filter that releases text until the bounds end the answer."""
 
     def __init__(self, min_indent: int = 0, most_s: float = 0.0) -> None:
-        """min_indent.
-
-        Least white space before a line's text. most_s: seconds from the first text.
-        """
+        """min_indent: least white space before text. most_s: seconds from the first text on."""
         self._min_indent = min_indent
         self._most_s = most_s
         self._begun_s: float | None = None
         self._has_break = False
         self._indent: int | None = None
-        """White space of the line so far; None in the first line, and after its text began."""
+        """White space of the line so far; None after another character."""
         self.is_over = False
         """Whether the answer has ended."""
 

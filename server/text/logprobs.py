@@ -45,7 +45,7 @@ class SpelledToken:
 
 
 def spell(tokenizer: Tokenizer, token: int, scores: TokenLogprob | None, offset: int) -> SpelledToken:
-    """Return a token with its text; scores: None for a prompt's first token."""
+    """Return a token with its text; scores: None for the first token of a prompt."""
     if scores is None:
         return SpelledToken(*tokenizer.spell(token), None, (), offset)
     top = tuple((*tokenizer.spell(other), max(score, _LEAST)) for other, score in scores.top)
@@ -68,7 +68,7 @@ def chat_logprobs(tokens: Sequence[SpelledToken]) -> ChatLogprobs:
 
 
 def completion_logprobs(tokens: Sequence[SpelledToken]) -> CompletionLogprobs:
-    """Return `logprobs` of a completion's choice or chunk, with the emitted token."""
+    """Return `logprobs` of a completion, the emitted token among the likeliest."""
     ranked = (None if token.logprob is None else _ranked(token, token.logprob) for token in tokens)
     return CompletionLogprobs(
         tokens=[_name(token.text, token.raw) for token in tokens],
@@ -110,10 +110,7 @@ def _name_of_bytes(raw: bytes) -> str:
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Iterable[TokenLogprob], num_top: int
 ) -> msgspec.Raw:
-    """Return a choice's `prompt_logprobs` in vLLM's format.
-
-    Null for the first token, then the logprobs by id, with the likeliest tokens.
-    """
+    """Return `prompt_logprobs` of a choice in vLLM's format."""
 
     def place_of(token: int, scores: TokenLogprob) -> dict[str, PromptLogprob]:
         place = {}

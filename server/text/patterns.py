@@ -41,7 +41,7 @@ def has_look_around(pattern: str) -> bool:
 
 
 def without_look_around(pattern: str) -> list[str]:
-    """Return patterns of which a text matches one if and only if it matches this, if known."""
+    """Return patterns that together match the same texts; none if they are not known."""
     if pattern in _EQUALS:
         return [_EQUALS[pattern]]
     if not pattern.startswith("^") or has_outer_choice(pattern):
@@ -71,7 +71,6 @@ def _said_plainly(look: str) -> str:
 
 
 def _group_end(pattern: str) -> int:
-    """Return the end of the group that begins a regular expression."""
     depth = 0
     for position, character in _outside_classes(pattern):
         depth += {"(": 1, ")": -1}.get(character, 0)
@@ -91,7 +90,6 @@ def has_outer_choice(pattern: str) -> bool:
 
 
 def _outside_classes(pattern: str) -> Iterator[tuple[int, str]]:
-    """Yield the places and characters outside classes that are not escaped."""
     in_class = False
     position = 0
     while position < len(pattern):

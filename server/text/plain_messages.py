@@ -48,7 +48,7 @@ class PlainMessages:
         self._check(backend)
 
     def escaped(self, value: Any) -> Any:
-        """Return a value with breaks in the control tokens that its texts could spell."""
+        """Return a client's value with breaks in spellings of control tokens."""
         if isinstance(value, str):
             return self._escaped_text(value)
         if isinstance(value, Mapping):
@@ -64,7 +64,7 @@ class PlainMessages:
         return [self._numbers.get(number, number) for number in encoded.ids]
 
     def without_breaks(self, text: str) -> str:
-        """Return a rendered prompt without breaks, also those in JSON."""
+        """Return a rendered prompt without breaks, also without those written in JSON."""
         for spelling in self._breaks:
             text = text.replace(spelling, "")
         return text
@@ -78,7 +78,7 @@ class PlainMessages:
         return broken
 
     def _renamed(self, backend: Any, added: Mapping[int, str]) -> tuple[Any, dict[int, int]]:
-        """Return (the tokenizer with other names of control tokens, right number by number)."""
+        """Return a copy with other names of control tokens, and the number of each number."""
         description = json.loads(backend.to_str())
         for token in description["added_tokens"]:
             token["content"] = self._names.get(token["content"], token["content"])
@@ -88,7 +88,7 @@ class PlainMessages:
         return copy, {copied: number for copied, number in numbers.items() if copied is not None}
 
     def _check(self, backend: Any) -> None:
-        """Raise ConfigError if the copy encodes control tokens otherwise."""
+        """Raise ConfigError if the copy encodes a control token in another way."""
         controls = frozenset(self._controls.values())
         for text in self._controls:
             around = f"a{text}b"
@@ -101,7 +101,7 @@ class PlainMessages:
 
 
 def _pattern(words: Sequence[str]) -> str:
-    """Return a regular expression for the longest of some words, in linear time."""
+    """Return a regular expression for the longest of some words."""
     rests: dict[str, list[str]] = {}
     for word in filter(None, words):
         rests.setdefault(word[0], []).append(word[1:])

@@ -1,4 +1,4 @@
-"""A prompt as its answers show it, decoded once: echoed, and with logprobs."""
+"""A prompt as its answers show it, decoded once for all of them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ class ShownPrompt:
     def __init__(
         self, request: Request, tokenizer: Tokenizer, echo: bool, skips_special: bool, num_top: int | None
     ) -> None:
-        """request: the first with this prompt. num_top: likeliest tokens per position, or None."""
+        """request: the first one with this prompt. num_top: likeliest tokens per position."""
         self.text = ""
         """Text, if it is echoed."""
         self.tokens: list[SpelledToken] = []
-        """Tokens, if it is echoed with logprobs."""
         self.num_characters = 0
         """Number of shown characters of these tokens."""
         self.by_place: msgspec.Raw | None = None
@@ -66,7 +65,7 @@ class ShownPrompt:
 async def with_prompts(
     parts: AsyncIterator[Arrival], prompts: Sequence[ShownPrompt], num_answers: int, tokenizer: Tokenizer
 ) -> AsyncGenerator[Arrival, None]:
-    """Yield each part after its prompt was read; answers may wait for another's."""
+    """Yield each part after its prompt has been read."""
     unread: dict[int, list[Arrival]] = {number: [] for number in range(len(prompts))}
     async for part in parts:
         number, answer = divmod(part[0], num_answers)

@@ -3,19 +3,18 @@
 Most families do so, with different marks (`thought_marks.py`). If the chat template has opened the
 thoughts, the answer has only the closing mark.
 
-Not for: whether a model thinks, which its chat template decides (`thinking_variables`); answers
-of several messages (`harmony.py`).
+Not for: whether a model thinks, which its chat template decides (`thinking_switch.py`); answers of
+several messages (`harmony.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Protocol
 
 from server.text.stops import num_held
 from server.text.thought_marks import THINK, ThoughtMarks
-from server.wire.fields import Effort
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,31 @@ class ThoughtReader(Protocol):
     def is_inside(self) -> bool:
         """Whether the last text was a thought."""
 
+    @property
+    def holds_call(self) -> bool:
+        """Whether the last text of the thoughts may be a call that ends them."""
+
+    @property
+    def has_called(self) -> bool:
+        """Whether a call has ended the thoughts."""
+
     def feed(self, text: str, is_last: bool = False) -> list[str | Thought]:
         """Return the parts found in a piece of text; the last piece releases everything."""
+
+
+class CallSearch(Protocol):
+    """Search for a whole call in thoughts (`thought_calls.py`)."""
+
+    held: str
+
+    def feed(self, text: str, is_last: bool = False) -> tuple[str, str | None]:
+        """Return the text that is a thought, and the text from a whole call on."""
+
+    def close(self) -> str:
+        """Return the held text, which is a thought."""
+
+    def is_in_call(self, text: str) -> bool:
+        """Return whether a call is open after further text of the answer."""
 
 
 class _State(Enum):
@@ -46,25 +68,40 @@ class _State(Enum):
     INSIDE = auto()
     AFTER = auto()
     """The thoughts have ended, and only white space has followed."""
+    CALLED = auto()
+    """A call has ended the thoughts; their closing mark may follow."""
     OUTSIDE = auto()
 
 
 class Reasoning:
     """Parser of one answer's text, in pieces of any size. White space next to a tag is dropped."""
 
-    def __init__(self, starts_inside: bool, marks: ThoughtMarks = THINK) -> None:
-        """starts_inside: the prompt has opened the thoughts."""
+    def __init__(self, starts_inside: bool, marks: ThoughtMarks = THINK, calls: CallSearch | None = None) -> None:
+        """starts_inside: the prompt has opened the thoughts. calls: finds calls in them."""
+        self._calls = calls
         self._open = marks.open.rstrip()
         self._close = marks.close
         self._state = _State.INSIDE if starts_inside else _State.START
         self._is_blank = True
         """Whether the thoughts have been white space so far."""
         self._held = ""
+        self._blank = ""
+        """White space at the end of the thoughts so far, if calls are looked for."""
 
     @property
     def is_inside(self) -> bool:
         """Whether the last text was a thought."""
         return self._state is _State.INSIDE
+
+    @property
+    def holds_call(self) -> bool:
+        """Whether the last text of the thoughts may be a call that ends them."""
+        return self.is_inside and self._calls is not None and bool(self._calls.held)
+
+    @property
+    def has_called(self) -> bool:
+        """Whether a call has ended the thoughts."""
+        return self._state is _State.CALLED
 
     def feed(self, text: str, is_last: bool = False) -> list[str | Thought]:
         """Return the parts found in a piece of text; the last piece releases everything."""
@@ -72,25 +109,31 @@ class Reasoning:
         parts: list[str | Thought] = []
         while self._advance(parts):
             pass
-        if is_last and self._held:
-            if self._state is _State.INSIDE:
-                parts += self._thought(self._held)
-            else:
-                parts.append(self._held)
+        if is_last:
+            parts += self._rest()
         return parts
 
+    def _rest(self) -> list[str | Thought]:
+        """Return the text that is held at the end of the answer."""
+        rest = self._held
+        self._held = ""
+        if self._state is not _State.INSIDE:
+            return [rest] if rest else []
+        if self._calls is None:
+            return self._thought(rest)
+        thought, call = self._calls.feed(rest, is_last=True)
+        thought = self._blank + thought
+        return [*self._thought(thought if call is None else thought.rstrip()), *([call] if call else [])]
+
     def _advance(self, parts: list[str | Thought]) -> bool:
-        """Release text of a known type; return whether the state has changed."""
+        """Release the text whose type is known. Returns whether more may follow."""
         before = self._state
         if self._state is _State.START:
-            start = self._held.lstrip()
-            if start.startswith(self._open):
-                self._state = _State.INSIDE
-                self._held = start.removeprefix(self._open)
-            elif start and not self._open.startswith(start):
-                self._state = _State.OUTSIDE
+            self._start()
         elif self._state is _State.INSIDE:
             self._think(parts)
+        elif self._state is _State.CALLED:
+            self._follow_call(parts)
         else:
             if self._state is _State.AFTER:
                 self._held = self._held.lstrip()
@@ -100,17 +143,63 @@ class Reasoning:
                 self._state = _State.OUTSIDE
         return self._state is not before
 
+    def _start(self) -> None:
+        start = self._held.lstrip()
+        if start.startswith(self._open):
+            self._state = _State.INSIDE
+            self._held = start.removeprefix(self._open)
+        elif start.startswith(self._close):
+            # An empty thought without its opening mark.
+            self._state = _State.AFTER
+            self._held = start.removeprefix(self._close)
+        elif start and not self._open.startswith(start) and not self._close.startswith(start):
+            self._state = _State.OUTSIDE
+
     def _think(self, parts: list[str | Thought]) -> None:
         thought, tag, rest = self._held.partition(self._close)
-        if tag:
+        if not tag:
+            end = len(self._held) - num_held(self._held, [self._close])
+            thought = self._held[:end].rstrip() if self._calls is None else self._held[:end]
+            rest = self._held[len(thought) :]
+        call = None
+        if self._calls is not None:
+            thought, call = self._calls.feed(thought)
+            if tag and call is None:
+                thought += self._calls.close()
+            thought = self._blank + thought
+            self._blank = ""
+        self._held = rest
+        if call is not None:
+            parts += [*self._thought(thought.rstrip()), call]
+            self._state = _State.CALLED
+            self._held = tag + rest
+        elif tag:
             parts += self._thought(thought.rstrip())
-            self._held = rest
             self._state = _State.AFTER
-            return
-        end = len(self._held) - num_held(self._held, [self._close])
-        sure = self._held[:end].rstrip()
-        parts += self._thought(sure)
-        self._held = self._held[len(sure) :]
+        else:
+            sure = thought.rstrip()
+            self._blank = thought[len(sure) :]
+            parts += self._thought(sure)
+
+    def _follow_call(self, parts: list[str | Thought]) -> None:
+        """Release the text after a call that has ended the thoughts, without their closing mark."""
+        assert self._calls is not None
+        text, tag, rest = self._held.partition(self._close)
+        if not tag:
+            end = len(self._held) - num_held(self._held, [self._close])
+            text = self._held[:end]
+            rest = self._held[end:]
+        is_in_call = self._calls.is_in_call(text)
+        self._held = rest
+        if tag and not is_in_call:
+            self._state = _State.AFTER
+        elif tag:
+            self._calls.is_in_call(tag)
+            text += tag
+        if text:
+            parts.append(text)
+        if tag and is_in_call:
+            self._follow_call(parts)
 
     def _thought(self, text: str) -> list[str | Thought]:
         if self._is_blank:
@@ -139,6 +228,16 @@ class WrappedReasoning:
     def is_inside(self) -> bool:
         """Whether the last text was a thought."""
         return self._reader.is_inside
+
+    @property
+    def holds_call(self) -> bool:
+        """Whether the last text of the thoughts may be a call that ends them."""
+        return self._reader.holds_call
+
+    @property
+    def has_called(self) -> bool:
+        """Whether a call has ended the thoughts."""
+        return self._reader.has_called
 
     def feed(self, text: str, is_last: bool = False) -> list[str | Thought]:
         """Return the parts found in a piece of text; the last piece releases everything."""
@@ -188,9 +287,12 @@ class WrappedReasoning:
         return [sure]
 
 
-def reasoning_of(starts_inside: bool, marks: ThoughtMarks) -> ThoughtReader:
-    """Return a parser of an answer; starts_inside: the prompt has opened the thoughts."""
-    reader = Reasoning(starts_inside, marks)
+def reasoning_of(starts_inside: bool, marks: ThoughtMarks, calls: CallSearch | None = None) -> ThoughtReader:
+    """Return a parser of an answer with these marks.
+
+    starts_inside: the prompt has opened the thoughts. calls: finds calls that end them.
+    """
+    reader = Reasoning(starts_inside, marks, calls)
     if not marks.wrapper[0]:
         return reader
     return WrappedReasoning(reader, marks.wrapper)
@@ -202,18 +304,5 @@ def is_open(prompt_end: str, marks: ThoughtMarks = THINK) -> bool:
 
 
 def is_closed(prompt_end: str, marks: ThoughtMarks = THINK) -> bool:
-    """Return whether a prompt has begun the rest of the answer, after any thoughts."""
+    """Return whether a prompt with this end has begun the rest of the answer."""
     return prompt_end.rstrip().endswith(marks.lead or marks.close)
-
-
-def thinking_variables(effort: Effort | None, is_wanted: bool | None) -> dict[str, Any]:
-    """Return the template's variables that switch thinking; none if not requested."""
-    if is_wanted is None and effort is None:
-        return {}
-    is_on = effort != "none"
-    if is_wanted is not None:
-        is_on = is_wanted
-    variables: dict[str, Any] = {"enable_thinking": is_on, "thinking": is_on}
-    if effort:
-        variables["reasoning_effort"] = effort
-    return variables

@@ -2,12 +2,12 @@
 
 Templates differ in what they accept: arguments as an object or as text, ids of nine letters and
 digits, one call per message, no text next to thoughts and calls. The first variant that the
-template accepts is used. Then a copy of the conversation, with a marker word in each part,
-shows which parts the template omits. A system prompt that is omitted or refused moves into the
-user's first message, and one between turns becomes the user's in its place: a prompt only grows
-at its end. Calls after the first get messages of their turn, and omitted calls are rendered
-without content. Omitted text next to calls moves before the calls, and any other omitted part
-is refused by name.
+template accepts is used. Then a copy of the conversation, with a marker word in each part, shows
+which parts the template omits or shows out of order. A system prompt that is omitted, refused or
+moved by later turns moves into the user's first message, and one between turns becomes the user's
+in its place: a prompt only grows at its end. Calls after the first get messages of their turn, and
+omitted calls are rendered without content. Text next to calls that is omitted or follows them moves
+before the calls, and any other omitted part is refused by name.
 
 Not for: thoughts. Most templates omit the thoughts of earlier turns on purpose.
 """
@@ -22,15 +22,15 @@ import json
 import logging
 import re
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from engine.api import TEMPLATE_FAILED, RequestError
-from server.text.call_formats import LIST_MARK
 from server.text.chat_variants import (
+    CALL_TEXTS,
     Messages,
     num_leading_system_prompts,
     refusal,
@@ -40,15 +40,16 @@ from server.text.chat_variants import (
     with_calls_alone,
     with_calls_as_text,
     with_late_system_prompts_in_user,
+    with_named_ids,
     with_one_call_a_turn,
     with_system_in_user,
+    with_texts_before_calls,
 )
 
 log = logging.getLogger("polydraft.rendering")
 
 Objects = Sequence[dict[str, Any]]
 Render = Callable[[Messages, Objects, Objects], str]
-"""Renders messages, tools and documents; raises the template's errors."""
 
 _MARKER = re.compile(r"Word\d{6}")
 _PYTHON_KEY = re.compile(r"\{'(Word\d{6})': ")
@@ -67,22 +68,33 @@ def render_conversation(
     is_late = any(message["role"] == "system" for message in said[num_leading_system_prompts(said) :])
     if is_late and not _shows_late_system_prompts(render):
         said = with_late_system_prompts_in_user(said)
+    leading = range(num_leading_system_prompts(said))
+    has_user = any(message["role"] == "user" for message in said)
+    if leading and has_user and _moves_system_prompts(render):
+        said = with_system_in_user(said, leading)
     chat = _Chat(render, tools, documents)
     chat.take_any(said)
     if chat.missing("tools"):
         chat.render = partial(_with_tools_in_system, render)
         chat.take_any(said)
-    if any(len(chat.messages[number]["tool_calls"]) > 1 for number in chat.missing("tool_calls")):
+    if chat.missing("tool_calls"):
+        chat.take_named_ids()
+    has_texts = len(marks) == 1 and marks[0] in CALL_TEXTS
+    if not has_texts and any(len(chat.messages[number]["tool_calls"]) > 1 for number in chat.missing("tool_calls")):
         chat.take([with_one_call_a_turn(chat.messages)])
     if chat.missing("tool_calls"):
         chat.take_calls_alone()
-    if chat.missing("tool_calls") and [*marks] == [LIST_MARK]:
-        chat.take_any(with_calls_as_text(chat.messages))
+    if chat.missing("tool_calls") and has_texts:
+        chat.take_any(with_calls_as_text(chat.messages, marks[0]))
     if chat.missing("python"):
         chat.take([with_arguments_as_text(chat.messages)])
+    if misplaced := {*chat.missing("order")}:
+        chat.take(with_calls_alone(chat.messages, misplaced, content) for content in ("", None))
     system = [number for number in chat.missing("content") if chat.messages[number]["role"] == "system"]
     if system:
         chat.take([with_system_in_user(chat.messages, system)])
+    if not marks and any(chat.messages[number].get("tool_calls") for number in chat.missing("content")):
+        chat.take([with_texts_before_calls(chat.messages, {*chat.missing("content")})])
     before_calls = [number for number in chat.missing("content") if chat.messages[number].get("tool_calls")]
     for kind, number in chat.parts_missing:
         if kind != "content" or number not in before_calls or not marks:
@@ -109,7 +121,7 @@ class _Chat:
         return [number for missing_kind, number in self.parts_missing if missing_kind == kind]
 
     def take(self, candidates: Iterable[Messages]) -> None:
-        """Take the first variant that the template accepts; raise RequestError without one."""
+        """Take the first variant that the template accepts; raises RequestError."""
         errors: list[Exception] = []
         for variant in candidates:
             try:
@@ -129,7 +141,7 @@ class _Chat:
         raise RequestError(message, "messages", TEMPLATE_FAILED) from errors[0]
 
     def take_any(self, messages: Messages) -> None:
-        """Take the first accepted variant, or one in which the user says the system prompts."""
+        """Take the first variant that is accepted, or one in which the user says the system."""
         try:
             self.take(variants(messages))
         except RequestError as error:
@@ -143,20 +155,28 @@ class _Chat:
             raise
 
     def take_calls_alone(self) -> None:
-        """Take content None in messages whose calls are omitted, if the template accepts it."""
+        """Take messages with a content of None in place of omitted calls, if accepted."""
         with contextlib.suppress(RequestError):
             self.take(variants(with_calls_alone(self.messages, set(self.missing("tool_calls")))))
 
+    def take_named_ids(self) -> None:
+        """Take messages whose ids of calls have the function's name, if they show the calls."""
+        before = (self.messages, self.prompt, self.parts_missing)
+        with contextlib.suppress(RequestError):
+            self.take([with_named_ids(self.messages)])
+        if self.missing("tool_calls"):
+            self.messages, self.prompt, self.parts_missing = before
+
     def prompt_with_texts(self, numbers: Sequence[int], marks: Sequence[str]) -> str:
-        """Return the prompt with texts of messages before their calls, where they were."""
+        """Return the prompt with some texts inserted before their calls."""
         marked = copy.deepcopy(self.messages)
         names: dict[str, str] = {}
         digest = hashlib.sha256(repr(self.messages).encode()).hexdigest()
         words = [f"Word{digest}{number:06d}" for number in numbers]
         for number, word in zip(numbers, words, strict=True):
-            function = marked[number]["tool_calls"][0]["function"]
-            names[word] = function["name"]
-            function["name"] = word
+            call = marked[number]["tool_calls"][0]
+            names[word] = call["function"]["name"]
+            _rename(call, word)
         prompt = self.render(marked, self._tools, self._documents)
         for number, word in zip(numbers, words, strict=True):
             before, _, after = prompt.partition(word)
@@ -170,15 +190,20 @@ class _Chat:
         return prompt
 
     def _parts_missing(self) -> list[tuple[str, int]]:
-        """Return (type, number) of omitted parts; empty if the template refuses the copy."""
+        """Return (type, number) of omitted parts; empty if the copy is refused."""
         copies = _MarkedCopies(self.messages, self._tools, self._documents)
         try:
             text = self.render(copies.messages, copies.tools, copies.documents)
         except Exception:  # the template depends on the content
             return []
         # One pass over the text, because there is a word for each of thousands of messages.
-        shown = set(_MARKER.findall(text))
-        missing = [(part.kind, part.number) for part in copies.parts if part.words and shown.isdisjoint(part.words)]
+        shown: dict[str, int] = {}
+        for marker in _MARKER.finditer(text):
+            shown.setdefault(marker[0], marker.start())
+        missing = [
+            (part.kind, part.number) for part in copies.parts if part.words and shown.keys().isdisjoint(part.words)
+        ]
+        missing += [("order", number) for number in copies.misplaced(shown)]
         python_keys = set(_PYTHON_KEY.findall(text))
         if any(part.words[0] in python_keys for part in copies.parts if part.kind == "tool_calls"):
             # The template writes the object in Python's syntax.
@@ -187,7 +212,7 @@ class _Chat:
 
 
 class _MarkedPart(NamedTuple):
-    """Part of a conversation, and its marker words, which prove that it is shown."""
+    """Part of a conversation, and its marker words; one in the prompt proves it is shown."""
 
     kind: str
     number: int
@@ -205,10 +230,29 @@ class _MarkedCopies:
         self.documents = [self._document(document, number) for number, document in enumerate(documents)]
 
     def _word(self, kind: str, number: int) -> str:
-        """Return a new marker word, and note its part."""
         word = next(self._words)
         self.parts.append(_MarkedPart(kind, number, [word]))
         return word
+
+    def misplaced(self, places: Mapping[str, int]) -> list[int]:
+        """Return the numbers of messages whose text follows their calls; raises RequestError for a
+        result before its call. places: of the words that are shown.
+        """
+        texts: dict[int, int] = {}
+        calls: dict[int, int] = {}
+        for part in self.parts:
+            place = min((places[word] for word in part.words if word in places), default=None)
+            if place is not None and part.kind == "content":
+                texts[part.number] = place
+            elif place is not None and part.kind == "tool_calls":
+                calls[part.number] = min(place, calls.get(part.number, place))
+        late = [number for number, place in calls.items() if texts.get(number, -1) > place]
+        last_call = -1
+        for number, message in enumerate(self.messages):
+            last_call = calls.get(number, last_call)
+            if message["role"] == "tool" and texts.get(number, last_call) < last_call:
+                raise refusal("order", number)
+        return late
 
     def _message(self, message: dict[str, Any], number: int) -> dict[str, Any]:
         marked = dict(message)
@@ -223,13 +267,15 @@ class _MarkedCopies:
         return marked
 
     def _call(self, call: dict[str, Any], number: int) -> dict[str, Any]:
-        function = {**call["function"], "name": self._word("tool_calls", number)}
+        marked = {**call, "function": dict(call["function"])}
+        _rename(marked, self._word("tool_calls", number))
+        function = marked["function"]
         if isinstance(function["arguments"], str):
             function["arguments"] = json.dumps({"x": self._word("tool_calls", number)})
         elif function["arguments"]:
             key = self._word("tool_calls", number)
             function["arguments"] = {key: self._word("tool_calls", number)}
-        return {**call, "function": function}
+        return marked
 
     def _document(self, document: dict[str, Any], number: int) -> dict[str, Any]:
         words: list[str] = []
@@ -242,10 +288,15 @@ class _MarkedCopies:
         return marked
 
 
-def _shows_late_system_prompts(render: Render) -> bool:
-    """Return whether the template shows a system prompt between turns in its place.
+def _rename(call: dict[str, Any], name: str) -> None:
+    old = call["function"]["name"]
+    call["function"]["name"] = name
+    call["id"] = call["id"].replace(f"functions.{old}:", f"functions.{name}:")
 
-    The same conversation is always tried, so that later turns do not change the result.
+
+def _shows_late_system_prompts(render: Render) -> bool:
+    """Return whether a system prompt between turns is shown in its place, always with the same
+    conversation.
     """
     roles = ("user", "assistant", "system", "user", "assistant", "user")
     words = [f"Word{number:06d}" for number in range(len(roles))]
@@ -258,8 +309,19 @@ def _shows_late_system_prompts(render: Render) -> bool:
     return prompt.startswith(before) and _MARKER.findall(prompt) == words
 
 
+def _moves_system_prompts(render: Render) -> bool:
+    """Return whether the template shows a system prompt in another place after a further turn."""
+    roles = ("system", "user", "assistant", "user")
+    words = [f"Word{number:06d}" for number in range(len(roles))]
+    probe = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
+    try:
+        places = _MARKER.findall(render(probe, (), ()))
+    except Exception:  # templates raise jinja2's errors and any others
+        return False
+    return words[0] in places and places.index(words[0]) > 0
+
+
 def _with_tools_in_system(render: Render, messages: Messages, tools: Objects, documents: Objects) -> str:
-    """Render messages with the tools as a text in the system prompt, as for Phi-4-mini."""
     system = {"role": "system", "content": ""}
     rest = messages
     if messages and messages[0]["role"] == "system":
@@ -290,10 +352,7 @@ def _fault(error: BaseException | None) -> str:
 
 
 def _failed_line(error: BaseException | None) -> int | None:
-    """Return the line of a template's mistake, or None.
-
-    None for errors that it raises on purpose or that come from elsewhere.
-    """
+    """Return the line of a mistake in the template; None for its intended errors."""
     if type(error) is TemplateError:
         return None
     if isinstance(error, TemplateSyntaxError):

@@ -34,9 +34,7 @@ class _Keyword(NamedTuple):
 
 class _Fault(NamedTuple):
     message: re.Pattern[str]
-    """Message of the library."""
     is_at: Callable[[_Keyword, re.Match[str]], bool]
-    """Whether a keyword has caused the message."""
     advice: str
 
 
@@ -121,7 +119,6 @@ def _explained(reason: str, schema: Mapping[str, Any]) -> str:
 
 
 def _places(schema: Any, path: str, root: Mapping[str, Any]) -> Iterator[_Keyword]:
-    """Yield all keywords of a schema and of the schemas in it."""
     if not isinstance(schema, dict):
         return
     for key, value in schema.items():
@@ -151,20 +148,17 @@ def _exclude(left: Any, right: Any, root: Mapping[str, Any], with_properties: bo
 
 
 def _followed(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema that a reference names, or the schema itself."""
     if isinstance(schema, dict) and "$ref" in schema:
         schema = referred(root, schema["$ref"])
     return schema if isinstance(schema, dict) else {}
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
-    """Return a schema's types; none if it does not name them."""
     types = schema.get("type", ())
     names = {types} if isinstance(types, str) else set(map(str, types))
     return names | {"number"} if "integer" in names else names
 
 
 def _values(schema: Mapping[str, Any]) -> set[str]:
-    """Return the values that a schema lists; none if it does not list them."""
     listed = [schema["const"]] if "const" in schema else schema.get("enum", ())
     return {json.dumps(value, sort_keys=True) for value in listed}

@@ -19,7 +19,6 @@ FLEXIBLE = {"whitespace_flexible": True}
 
 
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
-"""Formats of strings that llguidance supports."""
 # Keys of a schema that contain schemas: by name; one, or a list.
 NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 SCHEMAS = frozenset(
@@ -30,9 +29,8 @@ SCHEMAS = frozenset(
 
 
 _NULL_VALUES = frozenset({"const", "default"})
-"""Keywords with null as a value."""
 _LARGEST_INTEGER = 92 * 10**17
-"""Bound of unbounded integers: 64 bits but the last per cent, where the library's are."""
+"""Bound of integers without one, within the grammar library's own bounds."""
 _BOUNDS = (("minimum", "exclusiveMinimum", -_LARGEST_INTEGER), ("maximum", "exclusiveMaximum", _LARGEST_INTEGER))
 # Values with which a keyword says nothing, and keywords that say nothing without another one.
 _SAY_NOTHING: Mapping[str, tuple[Any, ...]] = {
@@ -76,12 +74,10 @@ def cleaned(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def closed(schema: dict[str, Any], is_root: bool = False) -> dict[str, Any]:
-    """Return a schema of arguments whose objects allow only listed properties.
+    """Return a schema of arguments whose objects allow only the listed properties.
 
-    Without this, a model may invent names. Objects without listed properties remain open, except
-    for the root. Objects that are combined from parts (`allOf`, a reference next to properties)
-    remain open, and so do definitions in such schemas: a closed part would forbid the properties
-    of the other parts.
+    Objects without listed properties remain open, except for the root, and so do objects that are
+    combined from parts, because a closed part would forbid the properties of other parts.
     """
     result: dict[str, Any] = _closed(schema, is_root, with_definitions=not _has_parts(schema))
     return result
@@ -125,7 +121,7 @@ class _Cleaner:
         self._root = root
 
     def cleaned(self, schema: Any, is_negated: bool = False) -> Any:
-        """Return a part of the schema; is_negated: fewer of its values mean more of the whole."""
+        """Return a part of the schema; is_negated: fewer values mean more of the whole."""
         if not isinstance(schema, dict):
             return schema
         result: dict[str, Any] = {}
@@ -139,7 +135,6 @@ class _Cleaner:
         return _with_bounds(_with_patterns(self._with_names(result)))
 
     def _value(self, key: str, value: Any, is_negated: bool) -> Any:
-        """Return the value of a keyword with the schemas in it cleaned."""
         if key in NAMED_SCHEMAS and isinstance(value, dict):
             return {name: self.cleaned(schema, is_negated) for name, schema in value.items()}
         if key not in SCHEMAS:
@@ -180,7 +175,6 @@ class _Cleaner:
 
 
 def _says_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
-    """Return whether a keyword of a schema allows all values."""
     if value is None:
         return key not in _NULL_VALUES
     if key == "format":
@@ -191,7 +185,6 @@ def _says_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without look-around, if other patterns or its format say the same."""
     pattern = schema.get("pattern")
     if not isinstance(pattern, str) or not has_look_around(pattern) or not isinstance(schema.get("allOf", []), list):
         return schema
@@ -210,10 +203,6 @@ def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose numbers have bounds that the library can follow.
-
-    A small model that repeats a digit would never end an unbounded integer.
-    """
     types = schema.get("type")
     if not isinstance(types, list):
         types = [types]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 
 def num_held(text: str, marks: Sequence[str]) -> int:
-    """Return how many last characters may begin a mark; no whole mark may be among them."""
+    """Return the number of last characters of a text that may begin a mark."""
     longest_mark = max(map(len, marks), default=1)
     for size in range(min(len(text), longest_mark - 1), 0, -1):
         end = text[-size:]
@@ -31,9 +31,8 @@ class StopCut:
         self._include = include
         self._held = ""
         self._places: list[int] = []
-        """Places of shown characters in the held text; the others are hidden."""
+        """Places of the shown characters in the text that is held back."""
         self.stop: str | None = None
-        """Stop string that has ended the answer."""
 
     @property
     def is_cut(self) -> bool:
@@ -74,7 +73,7 @@ class StopCut:
         return self._release(end)
 
     def _hits(self, shown: str) -> list[tuple[int, int, str]]:
-        """Return (end, begin, stop string) of complete ones in the held text."""
+        """Return (end, begin, stop string) of the complete stop strings in the held text."""
         hits = []
         for stop in self._with_hidden:
             begin = self._held.find(stop)
@@ -99,7 +98,7 @@ class StopCut:
         return "".join(self._held[place] for place in self._places)
 
     def _release(self, count: int) -> str:
-        """Take the first `count` held characters, and return the shown ones."""
+        """Take the first `count` characters of the held text; return the shown ones."""
         released = "".join(self._held[place] for place in self._places if place < count)
         self._places = [place - count for place in self._places if place >= count]
         self._held = self._held[count:]

@@ -32,8 +32,7 @@ _JSON_SCHEMA_KEYS = ("name", "description", "schema", "strict")
 _OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
 _GBNF_RULE = re.compile(r"\A(?:\s|#[^\n]*\n)*[A-Za-z][\w-]*\s*::=")
 _LINE = re.compile(r"\A[^:]*: at (\d+)\(\d+\): ")
-"""Line of a grammar in messages of the library."""
-_RULE = re.compile(r"\A(?:args?|json|TEXT)_(\d+).*")
+_RULE = re.compile(r"\A(?:args?|json|TEXT|text)_(\d+).*")
 LONGEST_GRAMMAR = 1 << 16
 """Maximum number of characters."""
 
@@ -51,11 +50,10 @@ class Structure:
     """Structure that an answer must have."""
 
     grammar: str = ""
-    """Grammar in the engine's format; "" for none."""
     param: str | None = None
     """Field that requested it."""
     rule: str = ""
-    """The right side of a rule in Lark, to combine with others; "" for clients' grammars."""
+    """The same as the right side of a Lark rule; "" for grammars of clients."""
     schemas: Mapping[str, NamedSchema] = field(default_factory=dict, compare=False)
     """Schemas of the client by the rule of the grammar that follows them; "" for a schema alone."""
 
@@ -149,7 +147,6 @@ def _structured_outputs_wishes(value: Any) -> list[Wish]:
 
 
 def _with_whitespace(wish: Wish, options: Mapping[str, Any]) -> Any:
-    """Return the value of a wish with vLLM's options of white space inserted into its schema."""
     param = wish.param
     compact_option, pattern_option = _OPTIONS
     is_compact = options.get(compact_option)
@@ -191,7 +188,6 @@ def _compile(param: str, kind: str, value: Any) -> tuple[str, str]:
 
 
 def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:
-    """Return a schema that is given as an object or as text."""
     if isinstance(value, str):
         try:
             value = msgspec.json.decode(value)
@@ -203,7 +199,6 @@ def _schema_of(value: Any, param: str) -> dict[str, Any] | bool:
 
 
 def _lark(param: str, grammar: str) -> str:
-    """Return a grammar in Lark's notation, translated from GBNF or EBNF; or raise."""
     if not _GBNF_RULE.search(grammar) or len(grammar) > LONGEST_GRAMMAR:
         return grammar
     # Imported when it is needed: other requests do without the library in this process.

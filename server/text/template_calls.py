@@ -35,8 +35,12 @@ class TemplateRegions:
         self._is_over = False
         """Whether the parser has failed; the rest is text."""
 
+    @property
+    def is_open(self) -> bool:
+        return self._in_region
+
     def feed(self, text: str, output: CallParts) -> None:
-        """Read text by characters: if the parser fails, the position is known."""
+        """Read text by character: if the parser fails, the position is known."""
         for number, character in enumerate(text):
             if self._is_over:
                 output.say(text[number:])
@@ -51,7 +55,7 @@ class TemplateRegions:
             self._take(lambda: self._parser.feed(self._not_fed()) + self._parser.finalize()[1], output)
 
     def _not_fed(self) -> str:
-        """Yield the parser's next characters; a JSON string is one, for linear time."""
+        """Return the parser's next characters; a JSON string at once, for linear time."""
         seen = "".join(self._seen[self._num_fed :])
         self._num_fed = len(self._seen)
         return seen

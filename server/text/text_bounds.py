@@ -36,7 +36,6 @@ def longest_token(described: Mapping[str, Any]) -> int | None:
 
 
 def _parts(step: Mapping[str, Any] | None, name: str) -> Sequence[Mapping[str, Any]]:
-    """Return the steps of a sequence, or the single step."""
     if step is None:
         return ()
     if step["type"] == "Sequence":
@@ -45,7 +44,7 @@ def _parts(step: Mapping[str, Any] | None, name: str) -> Sequence[Mapping[str, A
 
 
 def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
-    """Return how many characters the normalizer turns into one; None without a bound."""
+    """Return the most characters that the normalizer turns into one; None for no bound."""
     factor = 1
     for part in _parts(normalizer, "normalizers"):
         if part["type"] == "Replace":

@@ -63,7 +63,6 @@ class Alternatives:
     strings: list[list[str]] = field(default_factory=list)
     """Texts that match all regular expressions of one of these lists."""
     others: list[Schema] = field(default_factory=list)
-    """Schemas of values that are not strings."""
 
     @property
     def are_bounded(self) -> bool:
@@ -80,10 +79,7 @@ def alternatives(schema: Any, root: Schema) -> Alternatives:
 
 
 def merged(schema: Any, root: Schema) -> dict[str, Any]:
-    """Return a schema without annotations, references at its top, and `allOf`.
-
-    Its `pattern` is a list of patterns. Raises CannotSplit.
-    """
+    """Return a schema without references at its top and `allOf`. Raises CannotSplit."""
     return _Splitter(root, Alternatives()).merged(schema)
 
 
@@ -182,7 +178,6 @@ class _Splitter:
         self._values.choices += [value for value in values if has_type(value, schema.get("type"))]
 
     def _types(self, schema: dict[str, Any]) -> Sequence[str]:
-        """Return a schema's types; without `type`, those of its keywords."""
         if "type" in schema:
             types = schema["type"]
             return [types] if isinstance(types, str) else types
@@ -219,7 +214,6 @@ def patterns_of(schema: Schema) -> list[str]:
 
 
 def _whole(pattern: str) -> str:
-    """Return a regular expression for whole texts with a pattern; raise CannotSplit."""
     try:
         regex.compile(pattern)
     except regex.error as error:

@@ -1,9 +1,8 @@
-"""Marks around the thoughts of model families, found in their chat templates."""
+"""Marks around the thoughts of model families. Not for: finding them."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 
@@ -17,8 +16,6 @@ class ThoughtMarks:
     """Text after closed thoughts, before further thoughts or the rest of the answer."""
     lead: str = ""
     """Text that begins the rest of the answer; "" if it begins without a mark."""
-    efforts: tuple[tuple[str, str], ...] = ()
-    """Efforts that the model does not know, each with the nearest that it knows."""
     wrapper: tuple[str, str] = ("", "")
     """Tags around the rest of the answer, which are not a part of it; "" if there are none."""
 
@@ -29,18 +26,16 @@ class ThoughtMarks:
 
 Parser = Literal[
     "auto", "none", "qwen3", "deepseek_r1", "harmony", "seed_oss", "mistral", "cohere", "gemma4", "apertus",
-    "openthinker", "exaone_deep", "kimi_vl",
+    "openthinker", "exaone_deep", "kimi_vl", "solar_open", "kimi_k3",
 ]  # fmt: skip
 HARMONY = "harmony"
 DEEPSEEK_R1 = "deepseek_r1"
 MARKS: dict[str, ThoughtMarks] = {
     HARMONY: ThoughtMarks(
-        "<|channel|>analysis<|message|>",
-        "<|end|>",
-        "<|start|>assistant",
-        "<|channel|>final<|message|>",
-        (("none", "low"), ("minimal", "low"), ("xhigh", "high"), ("max", "high")),
+        "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>"
     ),
+    "solar_open": ThoughtMarks("<|think|>", "<|end|>", "<|begin|>assistant", "<|content|>"),
+    "kimi_k3": ThoughtMarks("<|open|>think<|sep|>", "<|close|>think<|sep|>", "", "<|open|>response<|sep|>"),
     "seed_oss": ThoughtMarks("<seed:think>", "</seed:think>"),
     "mistral": ThoughtMarks("[THINK]", "[/THINK]"),
     "cohere": ThoughtMarks("<|START_THINKING|>", "<|END_THINKING|>"),
@@ -53,22 +48,3 @@ MARKS: dict[str, ThoughtMarks] = {
     DEEPSEEK_R1: ThoughtMarks("<think>", "</think>"),
 }
 THINK = MARKS["qwen3"]
-_WRAPPERS = (("<answer>", "</answer>"), ("<response>", "</response>"))
-"""Tags of GLM-4.1V and Hunyuan, and of Granite 3.3."""
-_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
-
-
-def thought_marks(setting: str, chat_template: str) -> ThoughtMarks | None:
-    """Return the marks of thoughts by setting or chat template, or None."""
-    if setting != "auto":
-        return MARKS.get(setting)
-    chat_template = _COMMENT.sub("", chat_template)
-    if "<|channel|>" in chat_template and "<|message|>" in chat_template:
-        return MARKS[HARMONY]
-    wrapper = next((tags for tags in _WRAPPERS if tags[1] in chat_template), ("", ""))
-    for marks in MARKS.values():
-        if marks.lead:
-            continue
-        if marks.close in chat_template or marks.open.strip() in chat_template:
-            return replace(marks, wrapper=wrapper)
-    return None

@@ -18,7 +18,7 @@ _ENDING: set[asyncio.Task[None]] = set()
 
 
 class TookTooLong(BaseException):
-    """A call exceeded its time; no `Exception`, because libraries catch those."""
+    """A call exceeded its time. No `Exception`, because libraries catch those."""
 
 
 class LimitedCall:
@@ -70,13 +70,12 @@ class LimitedCall:
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise an error in a thread, between two instructions; None cancels a pending one."""
     raised = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
 
 async def _end(limited: LimitedCall) -> None:
-    """End a call; errors inside finalizers are lost, so it is raised until it ends."""
+    """End a call by an error, raised until it has ended: finalizers may lose it."""
     limited.end()
     while limited.is_running():
         await asyncio.sleep(_AGAIN_S)
@@ -84,11 +83,10 @@ async def _end(limited: LimitedCall) -> None:
 
 
 async def run_limited(pool: Executor, seconds: float, call: Callable[..., Result], *args: Any) -> Result:
-    """Return `call(*args)` of the pool; raise TookTooLong after `seconds` in its thread.
+    """Return the result of `call(*args)` in the pool; raises TookTooLong after `seconds` of it.
 
-    The interpreter checks for the exception between its instructions. Loops in Python (and so in
-    templates) end at once, a long call into a library ends afterwards. Waiting for a thread does
-    not count. Cancelling the caller ends the call, too.
+    Loops in Python (and so in templates) end at once, a long call into a library ends afterwards.
+    Waiting for a thread does not count. Cancelling the caller ends the call, too.
     """
     limited = LimitedCall(call)
 

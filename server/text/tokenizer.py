@@ -14,12 +14,15 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import msgspec
+from jinja2 import meta
 from tokenizers.decoders import DecodeStream
 
 from engine.api import TEMPLATE_FAILED, ConfigError, RequestError, check_source
+from server.text.chat_variants import Messages
+from server.text.content_forms import ContentForm, content_form
 from server.text.lanes import Lanes, size_of_chat
 from server.text.plain_messages import PlainMessages
-from server.text.rendering import log_failure, render_conversation
+from server.text.rendering import Objects, log_failure, render_conversation
 from server.text.text_bounds import byte_characters, longest_token
 from server.text.time_limit import TookTooLong, run_limited
 
@@ -30,7 +33,6 @@ _encoder = msgspec.json.Encoder()
 _BYTE_OF_CHARACTER = byte_characters()
 _ALONE = "\u263a"
 _SPACES = ("\u2581", "\u0120")
-"""Spellings of a space in vocabularies."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,6 @@ class Tokenizer:
         self._lanes = Lanes()
         self._chat_limit_s = chat_limit_s
         self._spelled: dict[int, tuple[str, bytes]] = {}
-        """Cache of the texts and bytes of tokens."""
 
     async def run(self, call: Callable[..., Result], *args: Any, size: int = 0) -> Result:
         """Run a method of this tokenizer in its threads.
@@ -111,10 +112,9 @@ class Tokenizer:
     async def run_chat(
         self, messages: Sequence[dict[str, Any]], *args: Any, most: int | None = None, **options: Any
     ) -> list[int]:
-        """Return a rendered chat's token ids; rendering has a limited time in the threads.
+        """Return the token ids of a chat, rendered in the threads for a limited time.
 
-        A client's values may cause long loops in a template. Encoding does not count. Raises
-        RequestError for more than `most` tokens.
+        Encoding does not count. Raises RequestError for more than `most` tokens.
         """
         content = _encoder.encode([messages, args, options])
         size = size_of_chat(len(content), content.count(b"{"))
@@ -146,14 +146,14 @@ class Tokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, most: int | None = None, param: str = "prompt"
     ) -> list[int]:
-        """Return a text's token ids; raise RequestError about `param` beyond `most`."""
+        """Return the token ids of a text; raises RequestError for more than `most`."""
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if most is not None and len(encoded) > most:
             raise _too_long(most, f"{len(encoded)} tokens", param)
         return list(encoded.ids)
 
     def encode_as_text(self, text: str, controls: frozenset[int]) -> list[int]:
-        """Return a text's token ids, with spellings of `controls` as ordinary text."""
+        """Return the token ids of a text in which spellings of `controls` are ordinary text."""
         pieces = [text]
         while True:
             encoded = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
@@ -175,7 +175,7 @@ class Tokenizer:
         return [part for part in parts if part]
 
     def encode_inside(self, text: str, controls: frozenset[int]) -> list[int]:
-        """Return the token ids of a text inside another, without an added space.
+        """Return the token ids of a text inside another one, without an added space.
 
         controls: added tokens whose spellings are ordinary text.
         """
@@ -190,12 +190,11 @@ class Tokenizer:
 
     @cached_property
     def _adds_space(self) -> bool:
-        """Whether a space is added before each text."""
         first = self.encode("a", False)[:1]
         return bool(first) and self.token_text(first[0]).startswith(_SPACES)
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids of words at a text's beginning and after a space."""
+        """Return the token ids of words, at the beginning of a text and after a space."""
         encoded: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word.lstrip(), " " + word.lstrip()):
@@ -219,29 +218,20 @@ class Tokenizer:
         call_marks: texts with which the model's calls may begin. Raises RequestError if the
         template omits a part of the conversation.
         """
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         if not self._fast.chat_template:
             raise RequestError("this model has no chat template; use /v1/completions, or start with --chat-template")
         if self._plain is not None:
             messages, tools, documents = map(self._plain.escaped, (messages, tools, documents))
             variables = self._plain.escaped(variables)
+        plain_render: Callable[..., str] = partial(
+            self._render,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            **(variables or {}),
+        )
 
-        def render(
-            messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], documents: Sequence[dict[str, Any]]
-        ) -> str:
-            # Not by `apply_chat_template`, which drops a content of None. Some templates show calls
-            # only with None.
-            ((text, *_), _) = render_jinja_template(
-                [messages],
-                list(tools) or None,
-                list(documents) or None,
-                self._fast.get_chat_template(tools=list(tools) or None),
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-                **{**self._fast.special_tokens_map, **(variables or {})},
-            )
-            return str(text)
+        def render(messages: Messages, tools: Objects, documents: Objects) -> str:
+            return plain_render(self._content_form.of(messages), tools, documents)
 
         try:
             return render_conversation(render, messages, tools, documents, call_marks)
@@ -256,6 +246,31 @@ class Tokenizer:
             )
             message = "chat_template_kwargs: the chat template fails with these values, and not without them"
             raise RequestError(message, "chat_template_kwargs") from error
+
+    def _render(self, messages: Messages, tools: Objects, documents: Objects, **options: Any) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        # Not by `apply_chat_template`, which drops a content of None. Some templates show calls
+        # only with None.
+        ((text, *_), _) = render_jinja_template(
+            [messages],
+            list(tools) or None,
+            list(documents) or None,
+            self._fast.get_chat_template(tools=list(tools) or None),
+            **{**self._fast.special_tokens_map, **options},
+        )
+        return str(text)
+
+    @cached_property
+    def _content_form(self) -> ContentForm:
+        return content_form(partial(self._render, add_generation_prompt=True))
+
+    def template_variables(self) -> frozenset[str]:
+        """Return the names of the variables that the chat template reads and does not set."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        environment = _compile_jinja_template(self._fast.get_chat_template()).environment
+        return frozenset(meta.find_undeclared_variables(environment.parse(self._fast.get_chat_template())))
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of tokens."""
@@ -296,11 +311,10 @@ class Tokenizer:
 
     @cached_property
     def _before(self) -> list[int]:
-        """Return a token before which others are decoded: decoders drop a leading space."""
+        """Token of plain text before others, because many decoders drop a leading space."""
         return list(self._backend.encode("a", add_special_tokens=False).ids[-1:])
 
     def _decode_after(self, token: int) -> str:
-        """Return a token's text in the middle of a text."""
         before = str(self._backend.decode(self._before, skip_special_tokens=False))
         both = str(self._backend.decode([*self._before, token], skip_special_tokens=False))
         if both.startswith(before):
@@ -308,7 +322,7 @@ class Tokenizer:
         return str(self._backend.decode([token], skip_special_tokens=False))
 
     def spell(self, token: int) -> tuple[str, bytes]:
-        """Return a token's text after others, and its bytes, also of part of a character."""
+        """Return a token's text after others, and its bytes, maybe a part of a character."""
         if token not in self._spelled:
             self._spelled[token] = self._new_spelling(token)
         return self._spelled[token]
@@ -387,7 +401,7 @@ class Detokenizer:
     """Incremental decoder of one answer; holds back partial UTF-8 characters."""
 
     def __init__(self, backend: Any, before: Sequence[int], skipped: frozenset[int]) -> None:
-        """before: tokens of plain text, for a leading space. skipped: tokens without text."""
+        """before: tokens of plain text before the answer. skipped: tokens without text."""
         self._backend = backend
         self._before = before
         self._skipped = skipped

@@ -1,27 +1,33 @@
-"""Reads calls from an answer by pieces: text outside them, names, arguments.
+"""Reads function calls from an answer incrementally: text outside them, names, and arguments.
 
-In JSON formats a call is reported as soon as its name is known, and its arguments while the model
-writes them. A region that is not a call (invalid JSON, an unknown name) becomes text.
+In JSON formats a call is reported as soon as its name is known. A region that is not a call becomes
+text.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from server.text.call_formats import JSON_FORMATS, LLAMA3_JSON, XML_FORMATS
+import regex
+
+from server.text.call_formats import JSON_FORMATS, LLAMA3_JSON, PYTHONIC, XML_FORMATS, last_mark
 from server.text.call_pieces import Call, CallParts, Calls, Piece, Reader
 from server.text.json_calls import JsonAnswer, JsonRegions
+from server.text.literal_calls import LITERAL_FORMATS, LiteralRegions
 from server.text.template_calls import TemplateRegions
 from server.text.tools import ToolUse
 from server.text.xml_calls import XmlRegions
 
 
-def _reader(calls: Calls, use: ToolUse, response_template: dict[str, Any] | None) -> Reader:
-    if use.format == LLAMA3_JSON:
-        return JsonAnswer(calls)
+def call_reader(calls: Calls, use: ToolUse, response_template: dict[str, Any] | None) -> Reader:
+    """Return a new reader of the calls in an answer."""
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in use.tools}
+    if use.format in (LLAMA3_JSON, PYTHONIC):
+        return JsonAnswer(calls, LiteralRegions(calls, LITERAL_FORMATS[PYTHONIC], schemas))
+    if use.format in LITERAL_FORMATS:
+        return LiteralRegions(calls, LITERAL_FORMATS[use.format], schemas)
     if use.format in XML_FORMATS:
-        parameters = {tool.function.name: tool.function.parameters or {} for tool in use.tools}
-        return XmlRegions(calls, XML_FORMATS[use.format], parameters, use.followed)
+        return XmlRegions(calls, XML_FORMATS[use.format], schemas, use.followed)
     if use.format in JSON_FORMATS:
         return JsonRegions(calls, JSON_FORMATS[use.format])
     assert response_template is not None
@@ -35,9 +41,13 @@ class ToolCalls:
         self._calls = Calls(use.names)
         self._most = None if use.parallel else 1
         self._held = ""
-        """White space after a call; it becomes text if text follows."""
+        """White space after a call, or a mark that may belong to it."""
+        last = last_mark(use.format)
+        if use.format in LITERAL_FORMATS:
+            last = LITERAL_FORMATS[use.format].last
+        self._last = regex.compile(rf"\s*(?:{last})") if last else None
         self._follows_call = False
-        self._reader = _reader(self._calls, use, response_template)
+        self._reader = call_reader(self._calls, use, response_template)
 
     @property
     def calls(self) -> list[Call]:
@@ -72,15 +82,26 @@ class ToolCalls:
                 continue
             said = self._held + part
             self._held = ""
-            if self._follows_call and not said.strip():
-                self._held = said
-            else:
+            if self._follows_call:
+                said = self._after_marks(said)
+            if said:
                 self._follows_call = False
                 parts.append(said)
+        if is_last and self._held.strip():
+            parts.append(self._held)
         return parts
 
+    def _after_marks(self, text: str) -> str:
+        """Return a text after a call without marks; hold white space and a part of a mark."""
+        mark = self._last.match(text, partial=True) if self._last is not None else None
+        if mark is not None and not mark.partial:
+            return self._after_marks(text[mark.end() :])
+        if mark is None and text.strip():
+            return text
+        self._held = text
+        return ""
+
     def _up_to_only_call(self, parts: list[str | Piece]) -> list[str | Piece]:
-        """Return the parts up to the last piece of the only allowed call."""
         assert self._most is not None
         end = 0
         for number, part in enumerate(parts, start=1):

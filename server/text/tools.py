@@ -1,13 +1,7 @@
-"""Function tools of a chat: their description, and the grammar of an answer.
+"""Function tools of a chat request: their description for the template, and the grammar of an
+answer. Grammars enforce forced calls and strict tools in all formats but `response_template`.
 
-Formats of calls: `hermes` (JSON between <tool_call> and </tool_call>; Hermes, Qwen),
-`llama3_json` (the answer is JSON with name and parameters; Llama 3), the formats of
-`call_formats.py` (Mistral, GLM, DeepSeek and others), and formats that a tokenizer's
-`response_template` describes (transformers). Grammars (`call_grammars.py`) enforce forced calls
-and strict tools in all formats but the last.
-
-Not for: finding the model's format (`dialogue.py`), or reading calls
-from an answer (`tool_calls.py`).
+Not for: finding the model's format (`dialogue.py`), or reading calls (`tool_calls.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +13,9 @@ from typing import Any
 import msgspec
 
 from engine.api import RequestError
-from server.text.call_formats import HARMONY
+from server.text.call_formats import HARMONY, KIMI_K2, KIMI_K3, SOLAR
 from server.text.call_grammars import SYNTAXES, CallGrammar, SpecialToken
+from server.text.chat_variants import named_id
 from server.text.structured import LONGEST_GRAMMAR, NamedSchema, Structure
 from server.wire.fields import AllowedTools, AnyTool, ChatRequest, MadeCall, Message, NamedChoice, TextPart, Tool
 from server.wire.nesting import nests_too_deeply
@@ -41,6 +36,7 @@ class ToolUse:
     """Whether an answer may have several calls."""
     forced: bool
     """Whether an answer must have a call."""
+    num_earlier_calls: int = 0
 
     @property
     def names(self) -> frozenset[str]:
@@ -49,13 +45,19 @@ class ToolUse:
 
     @property
     def followed(self) -> frozenset[str]:
-        """Return the functions whose calls follow their schema, by a grammar."""
+        """Names of functions whose calls a grammar forces to follow their schema."""
         return frozenset(tool.function.name for tool in self.tools if self.forced or tool.function.strict)
+
+    def call_id(self, name: str, index: int) -> str | None:
+        """Return the id that the model's format demands of a call; None if any id will do."""
+        if self.format != KIMI_K2:
+            return None
+        return named_id(name, self.num_earlier_calls + index)
 
     @property
     def covers_thoughts(self) -> bool:
         """Whether the grammar of calls contains the thoughts before them."""
-        return self.format == HARMONY
+        return self.format in (HARMONY, KIMI_K3, SOLAR)
 
     def for_template(self) -> list[dict[str, Any]]:
         """Return the tools in the format of chat templates."""
@@ -140,7 +142,8 @@ def tool_use_of(body: ChatRequest, format_name: str | None, refusal: str = "") -
         tools, choice = tuple(tool for tool in tools if tool.function.name in allowed), choice.allowed_tools.mode
     forced = choice is not None and choice != "auto"
     parallel = body.parallel_tool_calls is not False and not isinstance(choice, NamedChoice)
-    return ToolUse(tools, format_name, parallel, forced)
+    num_earlier_calls = sum(len(message.tool_calls or ()) for message in body.messages)
+    return ToolUse(tools, format_name, parallel, forced, num_earlier_calls)
 
 
 def plain_text(content: str | list[TextPart], param: str) -> str:
@@ -156,7 +159,7 @@ def plain_text(content: str | list[TextPart], param: str) -> str:
 
 
 def template_message(message: Message, number: int) -> dict[str, Any]:
-    """Return a message in chat templates' format; raise RequestError for wrong parts."""
+    """Return the `number`-th message for chat templates; raises RequestError."""
     if message.content is None and not (message.tool_calls or message.reasoning_content or message.reasoning):
         raise RequestError("a message needs content, reasoning or tool_calls", f"messages.{number}.content")
     text = plain_text(message.content or "", "messages")

@@ -1,7 +1,6 @@
-"""Compares the end of turns in the chat template with the model's end tokens.
+"""Compares the token that ends turns in the chat template with the model's end tokens, at start.
 
-Not for: ending answers. A template may end each message of a turn with a token that
-also precedes an answer.
+Not for: ending answers. A template may end a message with a token that also precedes an answer.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def check_template(tokenizer: Tokenizer) -> None:
 
 
 def turn_remark(tokenizer: Tokenizer, ends: Collection[int]) -> str | None:
-    """Return a warning if the template ends turns with a token that ends no answer."""
+    """Return a warning if turns end with a special token that does not end answers."""
     _, answer, rest = (_rendered(tokenizer) or "").rpartition(_ANSWER)
     tokens = tokenizer.encode(rest.lstrip(), False) if answer else []
     if not tokens or tokens[0] in ends or not tokenizer.is_special(tokens[0]):

@@ -1,19 +1,11 @@
-"""Reads calls whose arguments stand between tags, as text (`XmlFormat`).
-
-    <tool_call>
-    <function=NAME>
-    <parameter=KEY>
-    VALUE
-    </parameter>
-    </function>
-    </tool_call>
-
-and `glm`:
+"""Reads calls whose arguments stand between tags, as plain text. For example, `glm`:
 
     <tool_call>NAME
     <arg_key>KEY</arg_key>
     <arg_value>VALUE</arg_value>
     </tool_call>
+
+Others have attributes (`<invoke name="NAME">`), a tag around all calls, or nested tags.
 
 A call is reported when it is complete. A value may contain tags: it ends only at a closing tag
 before another parameter or before the call's end, and a whole call inside it is a part of it. Two
@@ -30,8 +22,8 @@ from typing import Any
 
 import regex
 
-from server.text.argument_types import as_value, is_value
-from server.text.call_formats import XmlFormat
+from server.text.argument_types import as_value, finite_number, is_value, part_of
+from server.text.call_formats import MINIMAX, XmlFormat
 from server.text.call_pieces import CallParts, Calls
 
 _LONGEST_TAG = 512
@@ -45,12 +37,15 @@ IsValue = Callable[[str, str], bool]
 class _Region:
     """Parser of one call, tag by tag."""
 
-    def __init__(self, name: str, opening: str, quotes: bool, is_value: IsValue | None = None) -> None:
-        """opening: tag that begins the call. quotes: whether values may hold whole calls.
-
-        is_value: whether a text is a value of an argument; None if values need
-        not follow their schema.
+    def __init__(self, name: str, opening: str, quotes: bool, form: XmlFormat, is_value: IsValue | None = None) -> None:
+        """quotes: whether values may contain whole calls. is_value: whether a text is an argument's
+        value; None if any is.
         """
+        self.body: list[str] = []
+        """Text that stands instead of arguments."""
+        self.are_strings: dict[str, bool] = {}
+        """Whether the model has called an argument a string, by its name."""
+        self._form = form
         self.name = name
         self.raw = [opening]
         self.is_complete = False
@@ -72,6 +67,9 @@ class _Region:
             return True
         if self._since_end is not None:
             self._since_end.append(text)
+        if self._form.body and not self.values:
+            self.body.append(text)
+            return True
         return not text.strip()
 
     def _back_to_value(self) -> bool:
@@ -83,10 +81,11 @@ class _Region:
         self._since_end = None
         return True
 
-    def tag(self, kind: str, tag: str, key: str | None) -> bool:
+    def tag(self, kind: str, tag: str, key: str | None, is_string: str | None = None) -> bool:
         """Read a tag; return whether this may still be a call.
 
         kind: name of the tag's pattern in XmlFormat. key: name of the argument that the tag begins.
+        is_string: what the tag says about its value.
         """
         if self._in_value:
             self._inside_value(kind, tag)
@@ -95,7 +94,9 @@ class _Region:
             self._key = key
             self._since_end = None
             self.values[key] = []
-        elif kind == "closes":
+            if is_string is not None:
+                self.are_strings[key] = is_string in ("true", "string")
+        elif kind == "closes" or (kind == "value_end" and self._form.ends_twice and self._since_end is not None):
             self.is_complete = True
         elif self._back_to_value():
             self._inside_value(kind, tag)
@@ -116,7 +117,7 @@ class _Region:
         self.values[self._key].append(tag)
 
     def _may_end(self) -> bool:
-        """Return whether the open value may end; JSON by a schema ends when complete."""
+        """Return whether the open value may end here; JSON of a schema must be complete."""
         if self._is_value is None:
             return True
         return self._is_value(self._key, "".join(self.values[self._key]))
@@ -131,7 +132,7 @@ class XmlRegions:
         """followed: names of the functions whose calls a grammar forces to follow their schema."""
         self._calls = calls
         self._parameters = parameters
-        self._padding = form.padding
+        self._form = form
         self._followed = followed
         self._opens = regex.compile(f"(?P<opens>{form.opens})")
         self._tags = regex.compile(
@@ -141,6 +142,10 @@ class XmlRegions:
         self._region: _Region | None = None
         self._text = ""
         self._quotes = True
+
+    @property
+    def is_open(self) -> bool:
+        return self._region is not None
 
     def feed(self, text: str, output: CallParts) -> None:
         self._text += text
@@ -157,28 +162,33 @@ class XmlRegions:
             self._give_back(output)
 
     def _pattern(self) -> regex.Pattern[str]:
-        """Return the pattern of the tags that may matter."""
         return self._opens if self._region is None else self._tags
 
     def _first_held(self, position: int) -> int:
-        """Return where text begins that may become a tag, or the text's end."""
-        place = self._text.find("<", max(position, len(self._text) - _LONGEST_TAG))
+        """Return the begin of the text that may become a tag, or the end of the text."""
+        first = self._form.mark[0]
+        place = self._text.find(first, max(position, len(self._text) - _LONGEST_TAG))
         while place >= 0:
             tag = self._pattern().match(self._text, place, partial=True)
             if tag is not None:
                 return place
-            place = self._text.find("<", place + 1)
+            place = self._text.find(first, place + 1)
         return len(self._text)
 
     def _take(self, tag: regex.Match[str], before: str, output: CallParts) -> None:
-        """Read a tag and the text before it."""
-        kind = next(name for name in ("opens", "parameter", "value_end", "closes") if tag.groupdict().get(name))
+        groups = tag.groupdict()
+        kind = next(name for name in ("opens", "parameter", "value_end", "closes") if groups.get(name))
         if self._region is None:
             output.say(before)
-        elif self._region.text(before) and self._region.tag(kind, tag[0], tag["key"]):
-            if self._region.is_complete:
-                self._calls.whole(self._region.name, self._arguments(self._region), output)
+        elif self._region.text(before) and self._region.tag(kind, tag[0], tag["key"], groups.get("is_string")):
+            if not self._region.is_complete:
+                return
+            arguments = self._arguments(self._region)
+            if arguments is not None:
+                self._calls.whole(self._region.name, json.dumps(arguments), output)
                 self._region = None
+                return
+            self._give_back(output)
             return
         else:
             self._give_back(output)
@@ -188,21 +198,29 @@ class XmlRegions:
             is_value = None
             if name in self._followed:
                 is_value = partial(self._is_value, self._parameters[name])
-            self._region = _Region(name, tag[0], self._quotes, is_value)
+            self._region = _Region(name, tag[0], self._quotes, self._form, is_value)
         else:
             output.say(tag[0])
 
-    def _arguments(self, region: _Region) -> str:
-        """Return a call's arguments as JSON."""
+    def _arguments(self, region: _Region) -> dict[str, Any] | None:
         schema = self._parameters[region.name]
-        texts = {key: self._without_padding("".join(pieces)) for key, pieces in region.values.items()}
-        return json.dumps({key: as_value(text, key, schema) for key, text in texts.items()})
+        body = "".join(region.body).strip()
+        if region.values and body:
+            return None
+        if body:
+            return nested_arguments(body, schema) if self._form.body == "nested" else _json_object(body)
+        arguments = {}
+        for key, pieces in region.values.items():
+            text = self._without_padding("".join(pieces))
+            is_string = region.are_strings.get(key)
+            arguments[key] = text if is_string else as_value(text, key, schema if is_string is None else {})
+        return arguments
 
     def _is_value(self, schema: Mapping[str, Any], key: str, text: str) -> bool:
         return is_value(self._without_padding(text), key, schema)
 
     def _without_padding(self, text: str) -> str:
-        return text.removeprefix(self._padding).removesuffix(self._padding)
+        return text.removeprefix(self._form.padding).removesuffix(self._form.padding)
 
     def _give_back(self, output: CallParts) -> None:
         """Report the open call as text."""
@@ -211,10 +229,7 @@ class XmlRegions:
         self._region = None
 
     def finish(self, output: CallParts) -> None:
-        """Read the end of the answer.
-
-        A quoted beginning of a call without its end may have hidden the end of the open call.
-        """
+        """Read the end of the answer, where a quoted beginning may have hidden a call's end."""
         if self._region is None:
             output.say(self._text)
             self._text = ""
@@ -228,3 +243,56 @@ class XmlRegions:
         self._quotes = False
         self.feed(text, output)
         self.finish(output)
+
+
+_JSON_TAG = regex.compile(r"<\|(?:open|close)\|>json[^<>]*<\|sep\|>")
+"""Tags of Kimi K3 around arguments as one object."""
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(
+            _JSON_TAG.sub("", text), strict=False, parse_constant=finite_number, parse_float=finite_number
+        )
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+_NESTED = regex.compile(rf"{regex.escape(MINIMAX)}<(?P<end>/?)(?P<name>[^<>\s/]{{1,200}})>")
+
+
+def nested_arguments(text: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments in nested tags, typed by the schema; None if tags mismatch."""
+    open_names: list[str] = []
+    children: list[list[tuple[str, Any]]] = [[]]
+    schemas: list[Mapping[str, Any]] = [schema]
+    end = 0
+    for tag in _NESTED.finditer(text):
+        before = text[end : tag.start()]
+        end = tag.end()
+        if not tag["end"]:
+            if before.strip():
+                return None
+            open_names.append(tag["name"])
+            children.append([])
+            schemas.append(part_of(schemas[-1], tag["name"], schema))
+            continue
+        if not open_names or open_names.pop() != tag["name"]:
+            return None
+        inner = children.pop()
+        inner_schema = schemas.pop()
+        if inner and before.strip():
+            return None
+        value = _joined(inner) if inner else as_value(before, "x", {**schema, "properties": {"x": inner_schema}})
+        children[-1].append((tag["name"], value))
+    if open_names or text[end:].strip():
+        return None
+    return dict(children[0])
+
+
+def _joined(parts: list[tuple[str, Any]]) -> Any:
+    """Return the list or the object of some nested values."""
+    if all(name == "item" for name, _ in parts):
+        return [value for _, value in parts]
+    return dict(parts)

@@ -70,6 +70,7 @@ FORMATS = {name: Format(marks) for name, marks in MARKS.items()} | {
     "opened by the prompt": Format(THINK, THINK.open),
     "an answer between tags": Format(replace(THINK, wrapper=("<answer>", "</answer>"))),
 }
+del FORMATS["solar_open"]  # its thoughts end with the token that ends this tokenizer's answers
 
 
 def stops_of(form: Format) -> dict[str, tuple[list[str], str | None]]:

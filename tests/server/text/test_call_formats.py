@@ -20,14 +20,32 @@ from server.wire.fields import Function, Tool
 from tests.server.call_spellings import BEGIN, RESPONSE_TEMPLATE, SPELL, Call
 from tests.server.text.call_cases import BEFORE, BOTH, CASES, DEFINITIONS, MARKS, PARIS, SCHEMAS, TOOLS, pieces_of, read
 
-TAGGED = ("qwen3_coder", "glm")
-"""Formats whose values are plain text between tags."""
-AMBIGUOUS = {
+ENDS = {
+    "qwen3_coder": "</tool_call>",
+    "glm": "</tool_call>",
+    "minimax_m2": "</invoke>",
+    "deepseek_v32": "</｜DSML｜invoke>",
+    "deepseek_v4": "</｜DSML｜invoke>",
+    "hy3": "</tool_call>",
+    "hy3_opensource": "</tool_call:opensource>",
+    "minimax_m3": "]<]minimax[>[</invoke>",
+    "kimi_k3": "<|close|>call<|sep|>",
+}
+"""Ends of a call in formats whose values are plain text between tags."""
+LITERAL = {"gemma4": "}<", "lfm2": ")]<", "pythonic": ")]<"}
+"""Ends of a call whose arguments are literals, with the begin of its mark."""
+TAGGED = tuple(ENDS)
+NESTED = "minimax_m3"
+"""Format whose tags have a text that no value contains."""
+VALUE_ENDS = {
     "qwen3_coder": r"</parameter>\s*(</function>|<parameter=|\Z)",
     "glm": r"</arg_value>\s*(</tool_call>|<arg_key>|\Z)|</tool_call>",
+    "minimax_m2": r"</parameter>\s*(</invoke>|<parameter name|\Z)",
+    "hy3": r"</arg_value>\s*(</tool_call>|<arg_key>|\Z)|</tool_call>",
 }
 """Text that ends a value although it is quoted."""
-STREAMED = [form for form in SPELL if form not in (*TAGGED, "response_template")]
+WHOLE = (*TAGGED, *LITERAL, "response_template", "falcon_h1")
+STREAMED = [form for form in SPELL if form not in WHOLE]
 """Formats whose calls are passed on as the model writes them."""
 
 
@@ -50,13 +68,15 @@ def test_calls_are_read_the_same_at_every_cut(form: str, case: str) -> None:
 @pytest.mark.parametrize("form", SPELL)
 def test_a_call_that_quotes_a_whole_answer_of_its_format_is_one_call(form: str) -> None:
     """A coding agent that writes tests for this very format."""
+    if form in (NESTED, "gemma4"):
+        return  # the quoted marks are ambiguous
     call: Call = ("add", {"code": SPELL[form]([PARIS, ("add", {"code": "x"})])})
     answer = SPELL[form]([call, PARIS])
     for pieces in every_cut(answer)[:2]:
         assert read(form, pieces) == ("", [call, PARIS])
 
 
-@pytest.mark.parametrize("form", TAGGED)
+@pytest.mark.parametrize("form", [form for form in TAGGED if form != NESTED])
 def test_a_quoted_beginning_of_a_call_does_not_hide_the_calls_behind_it(form: str) -> None:
     """Only the answer's end shows it, in the formats whose strings have no end mark."""
     opening = SPELL[form]([("add", {})]).partition("</")[0]
@@ -78,8 +98,10 @@ def test_any_text_in_arguments_is_no_mark(form: str, data: st.DataObject) -> Non
     quoted = st.lists(st.sampled_from(MARKS) | st.text(max_size=4), max_size=8).map("".join)
     if form in TAGGED:
         # The end of a parameter directly before what may follow it is where a value ends.
-        quoted = quoted.filter(lambda text: not re.search(AMBIGUOUS[form], text))
+        quoted = quoted.filter(lambda text: not re.search(VALUE_ENDS.get(form, r"(?!)"), text))
         quoted = quoted.map(lambda text: text.replace("\r", ""))
+    if form == "gemma4":
+        quoted = quoted.filter(lambda text: '<|"|>' not in text)
     calls: list[Call] = [("weather", {"city": data.draw(quoted), "days": 3}), ("add", {"code": data.draw(quoted)})]
     answer = SPELL[form](calls)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(answer)), max_size=12)))
@@ -132,7 +154,10 @@ def test_text_may_stand_behind_calls(form: str) -> None:
 def test_a_call_that_is_cut(form: str) -> None:
     """It has the arguments so far if they are passed on, and is text if not."""
     answer = SPELL[form]([PARIS])
-    end = len(answer) - len(answer.partition('< is", "days": 3')[2]) if form not in TAGGED else len(answer) - 13
+    if form in LITERAL:
+        end = answer.rindex(LITERAL[form]) + len(LITERAL[form]) - 1
+    else:
+        end = answer.index(ENDS[form]) + len(ENDS[form]) if form in ENDS else answer.index('< is", "days": 3') + 16
     for length in range(answer.index("weather") + 7, end):
         text, reader = pieces_of(form, list(answer[:length]))
         assert not reader.are_complete

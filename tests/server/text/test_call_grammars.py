@@ -23,12 +23,13 @@ from tokenizers import AddedToken
 from engine.api import RequestError
 from engine.grammar.grammar_tokens import read_vocabulary
 from server.text import text_values
-from server.text.call_formats import HARMONY, LLAMA3_JSON
+from server.text.call_formats import HARMONY, KIMI_K3, LLAMA3_JSON, MINIMAX, PYTHONIC, SOLAR
 from server.text.call_grammars import SYNTAXES
 from server.text.call_pieces import Piece
 from server.text.harmony import HarmonyMessages
 from server.text.reasoning import Thought
 from server.text.structured import Structure
+from server.text.tagged_messages import MESSAGE_FORMATS, TaggedMessages
 from server.text.text_values import Alternatives
 from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
@@ -155,6 +156,9 @@ def read(use: ToolUse, text: str) -> tuple[str, list[tuple[str, dict[str, Any]]]
     if use.format == HARMONY:
         parts = HarmonyMessages("<|start|>assistant").feed(text, True)
         text = "".join(part for part in parts if not isinstance(part, Thought))
+    if use.format in MESSAGE_FORMATS:
+        parts = TaggedMessages(MESSAGE_FORMATS[use.format], "").feed(text, True)
+        text = "".join(part for part in parts if not isinstance(part, Thought))
     reader = ToolCalls(use, None)
     outside = "".join(part for part in reader.feed(text, True) if not isinstance(part, Piece))
     return outside, [(call.name, json.loads(call.arguments)) for call in reader.calls], reader.are_complete
@@ -166,6 +170,10 @@ LIKELY = (
     "}",
     "\n</parameter>",
     "</arg_value>",
+    "</arg_value:opensource>",
+    "</parameter>",
+    "</｜DSML｜parameter>",
+    '<|"|>',
     "[TOOL_CALLS]",
     "<tool_call>",
     "<|tool_call|>",
@@ -176,9 +184,16 @@ HARMONY_CALL = "<|channel|>commentary to=functions."
 """Texts that end values or begin calls, also where they are a part of a value."""
 
 
+def likely_in(form: str) -> list[str]:
+    """Also the tags that end the values of MiniMax M3, which have the name of the argument."""
+    if form != "minimax_m3":
+        return [*LIKELY]
+    return [*LIKELY, *5 * [f"]<]minimax[>[</{key}>" for key in PARAMETERS["properties"]]]
+
+
 def check_forced(form: str, model: Model, parameters: dict[str, Any], count: int, parallel: bool = True) -> None:
     use = ToolUse(tools(parameters), form, parallel, forced=True)
-    for answer in model.answers(grammar_of(use, model), count, LIKELY):
+    for answer in model.answers(grammar_of(use, model), count, likely_in(form)):
         outside, calls, are_complete = read(use, answer)
         assert (outside, are_complete) == ("", True), answer
         assert len(calls) == 1 or parallel
@@ -186,9 +201,13 @@ def check_forced(form: str, model: Model, parameters: dict[str, Any], count: int
             jsonschema.validate(arguments, parameters)
 
 
+WALKED = [form for form in SYNTAXES if form != KIMI_K3]
+"""Formats whose grammars a random walk leaves. Kimi K3's begin with any text."""
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("are_special", [False, True])
-@pytest.mark.parametrize("form", SYNTAXES)
+@pytest.mark.parametrize("form", WALKED)
 def test_forced_calls_are_read_back(model_of: Callable[[str, bool], Model], form: str, are_special: bool) -> None:
     model = model_of(form, are_special)
     for parallel in (True, False):
@@ -199,7 +218,7 @@ def test_forced_calls_are_read_back(model_of: Callable[[str, bool], Model], form
 @pytest.mark.parametrize(
     ("form", "are_special"),
     # In harmony, text that spells a mark ends a message wherever it is.
-    [(form, is_one) for form in SYNTAXES for is_one in (False, True) if is_one or form != HARMONY],
+    [*((form, is_one) for form in WALKED for is_one in (False, True) if is_one or form not in (HARMONY, SOLAR))],
 )
 def test_strict_calls_in_free_text_are_read_back(
     model_of: Callable[[str, bool], Model], form: str, are_special: bool
@@ -209,17 +228,49 @@ def test_strict_calls_in_free_text_are_read_back(
     strict, (_, free) = tools(strict=True)[0], tools()
     use = ToolUse((strict, free), form, True, forced=False)
     syntax = SYNTAXES[form]
-    begin = syntax.mark or "{"
-    answers = model.answers(grammar_of(use, model), 12, [HARMONY_CALL if form == HARMONY else begin] * 9 + [*LIKELY])
+    begin = "[add(" if form == PYTHONIC else syntax.mark or "{"
+    answers = model.answers(
+        grammar_of(use, model), 12, [HARMONY_CALL if form == HARMONY else begin] * 9 + likely_in(form)
+    )
     seen = 0
     for answer in answers:
         outside, calls, _ = read(use, answer)
-        assert begin not in outside or form in (LLAMA3_JSON, HARMONY), answer
+        assert begin not in outside or form in (LLAMA3_JSON, PYTHONIC, HARMONY), answer
         for name, arguments in calls:
             seen += 1
             if name == strict.function.name:
                 jsonschema.validate(arguments, PARAMETERS)
-    assert seen
+    assert seen or form in (PYTHONIC, "minimax_m3")
+
+
+# Right calls that a random walk hardly finds, and their integer replaced.
+LONG = {
+    KIMI_K3: "Hm.<|close|>think<|sep|>" + SPELL["kimi_k3"]([("add", {"text": 'it is "so"', "days": 3})]),
+    PYTHONIC: r'[add(text="it is \"so\"", days=3)]',
+    "minimax_m3": (
+        f'{MINIMAX}<tool_call>\n{MINIMAX}<invoke name="add">{MINIMAX}<text>it is "so"{MINIMAX}</text>'
+        f"{MINIMAX}<days>3{MINIMAX}</days>{MINIMAX}</invoke>\n{MINIMAX}</tool_call>"
+    ),
+}
+
+
+@pytest.mark.parametrize("is_forced", [True, False])
+@pytest.mark.parametrize("form", LONG)
+def test_strict_calls_are_allowed_as_the_model_writes_them(
+    model_of: Callable[[str, bool], Model], form: str, is_forced: bool
+) -> None:
+    model = model_of(form, form == KIMI_K3)
+    properties = {"text": {"type": "string"}, "days": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties, "required": ["text", "days"]}
+    use = ToolUse(tools(parameters, strict=True), form, True, forced=is_forced)
+    grammar = grammar_of(use, model)
+    assert model.allows(grammar, LONG[form])
+    assert not model.allows(grammar, LONG[form].replace("3", "three"))
+    call = LONG[form].rpartition("think<|sep|>")[2]
+    if form == KIMI_K3:
+        said = LONG[form].replace("<|open|>tools", "<|open|>response<|sep|>a<|close|>response<|sep|><|open|>tools", 1)
+        assert model.allows(grammar, said) != is_forced
+    assert read(use, call) == ("", [("add", {"text": 'it is "so"', "days": 3})], True)
 
 
 @pytest.mark.slow

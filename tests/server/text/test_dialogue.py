@@ -15,6 +15,7 @@ from server.wire.fields import ChatRequest
 from tests.server.call_spellings import RESPONSE_TEMPLATE, TEMPLATES
 from tests.server.families import FAMILIES, write_family
 from tests.server.text.call_cases import FORM_OF
+from tests.server.text.layouts import LAYOUTS
 from tests.server.tiny_models import TinyModels
 
 TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
@@ -34,6 +35,12 @@ THOUGHTS = (
 
 def found(models: TinyModels, template: str, calls: str = "auto", thoughts: str = "auto") -> Dialogue:
     return dialogue_of(Tokenizer(str(models.target), template), calls, thoughts)
+
+
+def served(dialogue: Dialogue) -> str | None:
+    """The format of calls of a dialogue without refusals and warnings."""
+    assert (dialogue.tools_refusal, dialogue.warnings) == ("", ())
+    return dialogue.call_format
 
 
 def refused(dialogue: Dialogue) -> str:
@@ -64,6 +71,7 @@ def test_calls_that_no_format_reads_are_refused_at_start_and_by_name(models: Tin
         "the chat template shows calls in a format that is not read; requests with tools are refused",
     )
     assert "does not read calls in the format" in refused(dialogue)
+    assert "no --tool-call-parser of this server reads them" in refused(dialogue)
 
 
 def test_a_configured_format_that_does_not_read_the_templates_calls_is_a_warning(models: TinyModels) -> None:
@@ -76,19 +84,19 @@ def test_a_configured_format_that_does_not_read_the_templates_calls_is_a_warning
     assert found(models, glm, "glm").warnings == ()
     assert found(models, UNREAD, "hermes").call_format == "hermes"
     assert "shows" in found(models, UNREAD, "hermes").warnings[0]
-    assert found(models, NO_CALLS, "hermes") == Dialogue("hermes")
+    assert served(found(models, NO_CALLS, "hermes")) == "hermes"
 
 
 def test_a_template_that_shows_no_calls_needs_a_setting(models: TinyModels) -> None:
     assert "does not show calls" in refused(found(models, NO_CALLS))
-    assert "right --tool-call-parser" in refused(found(models, NO_CALLS))
+    assert "the --tool-call-parser of its format" in refused(found(models, NO_CALLS))
 
 
 def test_a_format_whose_mark_alone_is_a_token_needs_no_calls_in_the_template(tmp_path: Path) -> None:
     """Granite 3 and Phi-4-mini. Of several formats none is taken."""
     (granite,) = (one for one in FAMILIES if one.name == "granite3")
     tokenizer = Tokenizer(str(write_family(tmp_path / "model", granite)))
-    assert dialogue_of(tokenizer, "auto", "auto") == Dialogue("tool_call_list")
+    assert served(dialogue_of(tokenizer, "auto", "auto")) == "tool_call_list"
     tokenizer._backend.add_tokens(["[TOOL_CALLS]"])
     assert "does not show calls" in refused(dialogue_of(tokenizer, "auto", "auto"))
 
@@ -120,9 +128,24 @@ def test_a_response_template_must_be_there(models: TinyModels) -> None:
         found(models, UNREAD, "response_template")
 
 
-def test_a_model_without_a_template_says_so(models: TinyModels) -> None:
-    (warning,) = found(models, "").warnings
+@pytest.mark.parametrize(
+    ("token", "names"),
+    [("", "see --chat-template"), ("<|end_of_msg|>", "kimi-k3"), ("<｜User｜>", "deepseek32 or deepseek4")],
+)
+def test_a_model_without_a_template_says_what_to_do(models: TinyModels, token: str, names: str) -> None:
+    tokenizer = Tokenizer(str(models.target), "")
+    tokenizer._backend.add_tokens([token] if token else [])
+    (warning,) = dialogue_of(tokenizer, "auto", "auto").warnings
     assert "no chat template" in warning
+    assert names in warning
+
+
+def test_the_template_of_the_same_calls_is_advised(models: TinyModels) -> None:
+    """DeepSeek V3 and V3.1 begin turns with the same token, and write other calls."""
+    for name, template in (("deepseek_v3", "deepseek-tools"), ("deepseek_v31", "deepseek31-tools")):
+        tokenizer = Tokenizer(str(models.target), (TEMPLATES / "families" / f"{name}.jinja").read_text())
+        tokenizer._backend.add_tokens(["<｜User｜>"])
+        assert f"--chat-template {template}," in refused(dialogue_of(tokenizer, "auto", "auto"))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +182,8 @@ def test_a_template_that_fails_is_reported_once(models: TinyModels, rendering_lo
 @pytest.mark.parametrize("name", SHIPPED)
 def test_calls_of_shipped_templates_are_recognised(models: TinyModels, name: str) -> None:
     dialogue = found(models, SHIPPED[name].read_text())
-    assert dialogue == Dialogue("deepseek_v3" if name == "deepseek-tools" else "hermes")
+    forms = {layout.name: layout.calls for layout in LAYOUTS} | {"deepseek-tools": "deepseek_v3"}
+    assert served(dialogue) == forms.get(name, "hermes")
 
 
 def test_the_template_that_fits_is_named(tmp_path: Path) -> None:

@@ -5,21 +5,26 @@ Every template that comes with the server or the tests renders every conversatio
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.api import RequestError
 from server.text.call_formats import call_marks
+from server.text.content_forms import content_form
 from server.text.rendering import render_conversation
 from server.text.shipped_templates import SHIPPED
 from tests.server.call_spellings import TEMPLATES
 from tests.server.families import FAMILIES
 from tests.server.text.call_cases import FORM_OF
 from tests.server.text.conversations import Turn, rendered, says, template
+from tests.server.text.layouts import LAYOUTS
 from tests.server.tiny_models import TOKENIZER
 
 FILES = {
@@ -31,6 +36,7 @@ FILES = {
 FORMATS = {
     **{name: FORM_OF.get(name) for name in FILES},
     **{f"family {family.name}": family.calls for family in FAMILIES},
+    **{(layout.name if layout.name in SHIPPED else f"family {layout.name}"): layout.calls for layout in LAYOUTS},
     "harmony": "harmony",
     "chatml-tools": "hermes",
     "gemma-tools": "hermes",
@@ -48,15 +54,19 @@ Also text before a call (TC), and thoughts before a call (HC).
 """
 BY_TEMPLATE = {
     "tools": {"mistral", "family mistral_v3", "family mistral_v11"},
-    "system": {"mistral", "family mistral_v3"},
-    "thoughts": {"qwen3", "harmony", "family qwen3", "family glm4"},
+    "thoughts": {
+        *("qwen3", "harmony", "family qwen3", "family glm4", "family lfm25", "family minimax_m2"),
+        *("deepseek32", "deepseek4", "family kimi_k25"),
+    },
 }
-"""Templates that move a part: tools, the system prompt, or thoughts before a call."""
+"""Templates that move a part themselves: they show tools in the user's last turn, or thoughts
+(harmony: also text) before a call until the user's next turn.
+"""
 TOOL = {
     "type": "function",
     "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}},
 }
-OFF = {"enable_thinking": False, "thinking": False, "reasoning_effort": "low"}
+OFF = {"enable_thinking": False, "thinking": False}
 
 
 def called(word: Callable[[], str], num_calls: int, **more: Any) -> list[Turn]:
@@ -102,13 +112,15 @@ def prompts(
         )
         return str(text)
 
+    form = content_form(lambda messages, tools, documents: render(messages, tools, documents))
     turns = turns_of(conversation)
     for number, turn in enumerate(turns):
         follows = turns[number + 1]["role"] if number + 1 < len(turns) else "assistant"
         has_user = any(one["role"] == "user" for one in turns[: number + 1])
         if turn["role"] == "assistant" or follows != "assistant" or not has_user:
             continue
-        prompt = render_conversation(render, turns[: number + 1], tools, [], call_marks(call_format))
+        fitted: Any = lambda messages, *rest: render(form.of(messages), *rest)  # noqa: E731
+        prompt = render_conversation(fitted, turns[: number + 1], tools, [], call_marks(call_format))
         yield prompt[: prompt.rindex(turn["content"]) + len(turn["content"])]
 
 
@@ -130,20 +142,34 @@ def test_prompts_only_grow_at_their_end(name: str) -> None:
         for tools in ([], [TOOL]):
             causes = {
                 "tools": bool(tools),
-                "system": conversation.startswith("S"),
                 "thoughts": "HC" in conversation or "TC" in conversation,
             }
             excused = {cause for cause, holds in causes.items() if holds and name in BY_TEMPLATE[cause]}
             try:
                 has_moved = moves(name, conversation, tools, **(OFF if "H" in conversation and tools else {}))
             except RequestError:  # a template without a place for tools or calls, or that begins with the user
-                assert "C" in conversation or tools or conversation.startswith("S A")
+                assert "C" in conversation or tools or conversation.startswith("S A"), conversation
                 continue
             num_rendered += 1
             assert excused or not has_moved, (conversation, tools)
             found |= excused if has_moved else set()
     assert num_rendered >= CONVERSATIONS.index("S A U A U")
     assert found == {cause for cause, names in BY_TEMPLATE.items() if name in names}, "exceptions that still hold"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+@settings(deadline=None, max_examples=40)
+@given(letters=st.lists(st.sampled_from(["S", "U", "A", "C", "CC", "TC", "U A", "U TC A"]), min_size=2, max_size=9))
+def test_any_conversation_only_grows(name: str, letters: list[str]) -> None:
+    """With tools and without them, in each variant that the template needs."""
+    for tools in ([], [TOOL]):
+        if tools and name in BY_TEMPLATE["tools"]:
+            continue
+        with contextlib.suppress(RequestError):
+            conversation = " ".join(["U", *letters, "A"])
+            is_excused = "TC" in conversation and name in BY_TEMPLATE["thoughts"]
+            assert is_excused or not moves(name, conversation, tools, **OFF)
 
 
 def test_a_late_system_prompt_that_the_template_moves_is_said_by_the_user() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.text.dialogue import has_thinking_switch
-from server.text.reasoning import (
-    Reasoning,
-    Thought,
-    is_closed,
-    is_open,
-    reasoning_of,
-    thinking_variables,
-)
-from server.text.thought_marks import MARKS, THINK, thought_marks
+from server.text.probe import Probe
+from server.text.reasoning import Reasoning, Thought, is_closed, is_open, reasoning_of
+from server.text.thought_marks import MARKS, THINK, ThoughtMarks
+from server.text.thought_probe import found_marks
 from server.text.tokenizer import Tokenizer
 from tests.grid import slow_fixture
 from tests.server.daemon_process import MODEL, Daemon, Daemons
@@ -78,13 +72,58 @@ def test_nothing_of_a_tag_is_ever_released_early() -> None:
     assert reasoning.feed("yes") == ["yes"]
 
 
+def marks_of(template: str, setting: str = "auto") -> ThoughtMarks | None:
+    """The marks that are found with the embedded pair's tokenizer, which has no marks as tokens."""
+    tokenizer = Tokenizer(str(TOKENIZER), template)
+    found = found_marks(setting, Probe(tokenizer))
+    tokenizer.close()
+    return found
+
+
 def test_template_shows_whether_a_model_thinks() -> None:
-    assert thought_marks("auto", QWEN) == THINK
-    assert thought_marks("auto", "{{ messages }}{# <think></think>,\n<|channel|>x<|message|> #}") is None
-    assert thought_marks("deepseek_r1", "{{ messages }}") == THINK
-    assert thought_marks("none", QWEN) is None
+    """The prompt counts, and words and comments of the template do not."""
+    shown = "{{ messages[-1].content }}"
+    assert marks_of(shown + QWEN) == THINK
+    assert marks_of(shown + "{# <think></think>,\n<|channel|>x<|message|> #}") is None
+    assert marks_of(shown + "{% set words = '<think></think> [THINK] <|channel|>analysis<|message|>' %}") is None
+    assert marks_of(shown, "deepseek_r1") == THINK
+    assert marks_of(shown + QWEN, "none") is None
     assert is_open("<|assistant|><think>\n")
     assert not is_open("<think>\n\n</think>\n\n")
+
+
+def test_tokens_prove_marks_that_few_models_have() -> None:
+    """Many models have the tokens of <think> and do not think."""
+    for marks, expected in ((MARKS["apertus"], MARKS["apertus"]), (THINK, None)):
+        tokenizer = Tokenizer(str(TOKENIZER), "{{ messages[-1].content }}")
+        tokenizer._backend.add_tokens([marks.open, marks.close])
+        assert found_marks("auto", Probe(tokenizer)) == expected
+        tokenizer.close()
+
+
+SHOWS = (
+    "{% for m in messages %}{% if m.reasoning_content %}{{ OPEN + m.reasoning_content + CLOSE }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+DROPS = "{% for m in messages %}{{ m.content.split(CLOSE)[-1] }}{% endfor %}"
+OPENS = "{{ messages[-1].content }}[a]{{ OPEN if add_generation_prompt }}"
+
+
+@pytest.mark.parametrize("template", [SHOWS, DROPS, OPENS], ids=["shown", "dropped", "opened"])
+@pytest.mark.parametrize("name", [name for name, marks in MARKS.items() if not marks.lead])
+def test_marks_are_those_that_are_rendered(name: str, template: str) -> None:
+    """Also if the template builds them from parts."""
+    marks = MARKS[name]
+    built = "{% set OPEN = " + " + ".join(map(repr, marks.open)) + " %}{% set CLOSE = " + repr(marks.close) + " %}"
+    assert marks_of(built + template) == marks
+
+
+@pytest.mark.parametrize(
+    ("opening", "closing"), [("<think:opensource>", "</think:opensource>"), ("<mm:think>", "</mm:think>")]
+)
+def test_unknown_tags_are_marks_if_a_thought_stands_between_them(opening: str, closing: str) -> None:
+    built = f"{{% set OPEN = {opening!r} %}}{{% set CLOSE = {closing!r} + '\n' %}}"
+    assert marks_of(built + SHOWS) == ThoughtMarks(opening, closing)
 
 
 @pytest.mark.parametrize("name", [name for name, marks in MARKS.items() if not marks.lead])
@@ -96,35 +135,8 @@ def test_marks_of_every_family_are_read(name: str) -> None:
         parts = [part for i, piece in enumerate(pieces) for part in reasoning.feed(piece, i == len(pieces) - 1)]
         assert "".join(part.text for part in parts if isinstance(part, Thought)) == "So it is."
         assert "".join(part for part in parts if isinstance(part, str)) == "Yes <think>."
-    for template in (marks.open + marks.close, json.dumps(marks.open + marks.close, ensure_ascii=False)):
-        assert thought_marks("auto", f"{{{{ '{template}' }}}}") == marks
-    assert thought_marks(name, "") == marks
     assert is_open(f"<|assistant|>{marks.open}", marks)
     assert is_closed(f"{marks.open}{marks.close}\n", marks)
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (QWEN, True),
-        ("{{ 'Think hard.' if reasoning_effort == 'high' }}", True),
-        ("{{ raise_exception('no') if reasoning_effort == 'none' }}", True),
-        ("{{ messages }}<think>", False),
-        ("{# enable_thinking #}{{ messages[0].thinking or messages[0]['reasoning_effort'] }}", False),
-    ],
-)
-def test_a_prompt_shows_whether_thinking_can_be_switched(template: str, expected: bool) -> None:
-    tokenizer = Tokenizer(str(TOKENIZER), "{{ messages[0].content }}" + template)
-    assert has_thinking_switch(tokenizer) == expected
-    tokenizer.close()
-
-
-def test_effort_reaches_templates() -> None:
-    assert thinking_variables(None, None) == {}
-    assert thinking_variables("none", None)["enable_thinking"] is False
-    assert thinking_variables("low", None) == {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}
-    assert thinking_variables(None, False) == {"enable_thinking": False, "thinking": False}
-    assert thinking_variables("high", False)["enable_thinking"] is False
 
 
 # A random model thinks what a grammar makes it think.
@@ -318,9 +330,7 @@ WRAPPED = [
 def test_tags_around_the_rest_are_dropped(case: tuple[str, str], data: st.DataObject) -> None:
     """GLM-4.1V, Hunyuan and Granite 3.3 write such answers."""
     answer, expected = case
-    marks = thought_marks("auto", "<think></think><answer></answer>{# <seed:think> #}")
-    assert marks is not None
-    reader = reasoning_of(False, marks)
+    reader = reasoning_of(False, replace(THINK, wrapper=("<answer>", "</answer>")))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=6)))
     pieces = [answer[i:j] for i, j in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
     parts = [part for i, piece in enumerate(pieces) for part in reader.feed(piece, i == len(pieces) - 1)]
@@ -328,9 +338,28 @@ def test_tags_around_the_rest_are_dropped(case: tuple[str, str], data: st.DataOb
     assert "".join(part.text for part in parts if isinstance(part, Thought)) == ("a" if "think" in answer else "")
 
 
-def test_tags_stay_if_the_template_has_none() -> None:
-    marks = thought_marks("auto", "<think></think><tool_response></tool_response>{# <answer></answer> #}")
+@pytest.mark.parametrize(
+    ("template", "wrapper"),
+    [
+        # Granite 3.3 asks for the tags, Hunyuan drops them, MiniMax M2 shows results in them.
+        ("{{ messages[-1].content }}Write <response></response>.<think>", ("<response>", "</response>")),
+        (
+            "{% for m in messages %}{{ m.content.split('<answer>')[-1].replace('</answer>', '') }}{% endfor %}<think>",
+            ("<answer>", "</answer>"),
+        ),
+        (
+            "{% for m in messages %}{{ '<response>' + m.content + '</response>' if m.role == 'tool' else m.content }}"
+            "{% endfor %}<think>",
+            ("", ""),
+        ),
+    ],
+)
+def test_tags_around_the_rest_are_those_that_the_template_uses(template: str, wrapper: tuple[str, str]) -> None:
+    marks = marks_of(template)
     assert marks is not None
-    assert marks.wrapper == ("", "")
-    (_, said) = reasoning_of(False, marks).feed("<think>a</think><response>b</response>", True)
+    assert marks.wrapper == wrapper
+
+
+def test_tags_stay_if_the_template_has_none() -> None:
+    (_, said) = reasoning_of(False, THINK).feed("<think>a</think><response>b</response>", True)
     assert said == "<response>b</response>"

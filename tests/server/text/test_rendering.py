@@ -9,7 +9,9 @@ import re
 from typing import Any
 
 import pytest
+from jinja2 import Template
 
+from server.text.rendering import _MarkedCopies
 from tests.server.text.conversations import (
     ANSWER,
     SHORT,
@@ -24,6 +26,7 @@ from tests.server.text.conversations import (
     shown,
     template,
 )
+from tests.wrong import instead
 
 
 def all_calls(messages: list[Turn]) -> list[Turn]:
@@ -222,8 +225,7 @@ def test_a_text_beside_calls_stands_before_them() -> None:
     assert '<assistant>So.[CALL]f0{"x": 1}<tool' in text
     assert text.endswith('<assistant>And.[CALL]f0{"x": 2}[CALL]f1{"x": 2}')
     assert turns == before
-    for marks in ((), ("never",)):
-        assert refused(template(shows=calls_only), *turns, marks=marks).param == "messages.1.content"
+    assert refused(template(shows=calls_only), *turns, marks=("never",)).param == "messages.1.content"
 
 
 def test_a_result_names_its_call_next_to_a_text_that_is_not_shown() -> None:
@@ -291,7 +293,7 @@ def test_no_form_is_tried_twice() -> None:
         ([USER, called(SHORT, x=1), result(SHORT)], 2),
         ([USER, called("call_1", x=1), result("call_1")], 4),
         ([USER, called("a" * 9, "b" * 9, x=1), result("a" * 9), result("b" * 9)], 4),
-        ([says("system", "A"), USER, ANSWER], 3),
+        ([says("system", "A"), USER, ANSWER], 4),
         ([USER, ANSWER], 1),
     ):
         tried: list[str] = []
@@ -375,3 +377,57 @@ def test_a_prompt_is_not_searched_for_each_message(shows: bool) -> None:
     else:
         assert refused(render, *turns).param == "messages.399.content"
     assert _Searched.searches == 0
+
+
+# (template, what it shows of a turn with text and a call, and its result)
+LATE_TEXT = {
+    "after the call": (
+        "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function | tojson }}</call>{% endif %}{{ m.content }}"
+    ),
+    "after the result": (
+        "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function | tojson }}</call>{% set ns.text = m.content %}"
+        "{% elif m.role == 'tool' %}{{ m.content + ns.text }}<end>{% else %}{{ m.content }}{% endif %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("shows", LATE_TEXT.values(), ids=LATE_TEXT)
+def test_text_next_to_a_call_stays_before_it(shows: str) -> None:
+    """Gemma 4 shows it after the results and closes the turn. With the format's mark the text is
+    before the call, in its own message without.
+    """
+    turns = [USER, called("a", content="Let me see.", x=1), result("a")]
+    parts = "{% set ns = namespace(text='') %}{% for m in messages %}[{{ m.role }}]" + shows + "{% endfor %}"
+
+    def render(messages: Any, *_: Any) -> str:
+        return str(Template(parts).render(messages=messages))
+
+    marked = rendered(render, *turns, marks=("<call>",))
+    assert "[assistant]Let me see.<call>{" in marked
+    assert marked.count("Let me see.") == 1
+    assert "[assistant]Let me see.[assistant]<call>{" in rendered(render, *turns)
+    with instead(_MarkedCopies, "misplaced", lambda right, self, places: []):
+        assert "Let me see.<call>" not in rendered(render, *turns, marks=("<call>",))
+
+
+def test_a_result_before_its_call_is_refused() -> None:
+    def render(messages: Any, *_: Any) -> str:
+        return "".join(map(shown, sorted(messages, key=lambda one: one["role"] != "tool")))
+
+    assert "out of order" in str(refused(render, USER, called("a", x=1), result("a")))
+
+
+def test_a_system_prompt_that_moves_with_the_last_question_is_said_by_the_first() -> None:
+    """Mistral's older templates show it before the user's last message."""
+
+    def render(messages: Any, *_: Any) -> str:
+        last = max(number for number, one in enumerate(messages) if one["role"] == "user")
+        system = "".join(one["content"] for one in messages if one["role"] == "system")
+        return "".join(
+            f"<{one['role']}>{system if number == last else ''}{one['content']}"
+            for number, one in enumerate(messages)
+            if one["role"] != "system"
+        )
+
+    first, later = [says("system", "Be brief."), USER], [ANSWER, says("user", "And?")]
+    assert rendered(render, *first, *later).startswith(rendered(render, *first))
