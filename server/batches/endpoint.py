@@ -50,7 +50,7 @@ class _Received(NamedTuple):
 
 
 def shape_of_lines(limits: SpeculationConfig, at_once: int) -> tuple[int, int]:
-    """Return the shape of drafts of new lines of which so many may run; (0, 0) for none."""
+    """Return the shape of drafts of new lines, (0, 0) for none; at_once: lines that may run."""
     return limits.seed_shape or ((0, 0) if at_once >= _MANY_LINES else _CHAIN)
 
 

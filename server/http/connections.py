@@ -27,6 +27,7 @@ _BYTES_OF_A_HEADER = 32
 _CHUNK_ALLOWANCE = 8
 """Bytes of chunk framing allowed for each byte of a body."""
 _LINGER_S = 2.0
+_MOST_LINGERING = 16
 _REST_OF_REQUEST_S = 1.0
 """Time that an incomplete request has after the drain has begun."""
 _SHUTTING_DOWN = "the server is shutting down and accepts no new requests"
@@ -66,10 +67,11 @@ class Waiting:
         """
         self.order: OrderedDict[Connection, None] = OrderedDict()
 
-    def make_room(self, newest: Connection, num_open: int) -> None:
+    def make_room(self, num_open: int) -> None:
         """Refuse the longest waiting connection, perhaps the new one, if there are too many.
 
-        It gets a status even if it has sent nothing, because its request may be on the way.
+        It gets a status even if it has sent nothing, because its request may be on the way, and if
+        few do, time to send it: some clients read nothing after a write has failed.
         """
         if num_open <= self.most:
             return
@@ -79,9 +81,9 @@ class Waiting:
             num_open - 1,
         )
         longest = next(iter(self.order))
+        del self.order[longest]
         longest.refuse(http_error(503, "too many connections are open; try again soon", {"retry-after": "1"}))
-        if longest is not newest:
-            del self.order[longest]
+        if num_open > self.most + min(self.most // 2, _MOST_LINGERING):
             longest.drop()
 
 
@@ -175,7 +177,7 @@ class Connection(HttpToolsProtocol):
         self.transport = cast(asyncio.Transport, _Transport(transport, self))
         self._waiting.order[self] = None
         self._arm(self._waiting.receive_timeout_s)
-        self._waiting.make_room(self, len(self.connections))
+        self._waiting.make_room(len(self.connections))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
@@ -290,7 +292,7 @@ class Connection(HttpToolsProtocol):
     def refuse(self, error: ApiError) -> None:
         """Respond unless a response has begun, and close after time to read it."""
         is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
-        if is_answering or self._is_refused:
+        if is_answering:
             self.drop()
             return
         if self.cycle is not None and not self.cycle.response_complete:

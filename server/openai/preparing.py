@@ -250,16 +250,23 @@ def _most_tokens(server: Server, body: GenerationFields) -> int | None:
     return server.client.ready_facts().max_model_len
 
 
-def _thinking_of(server: Server, body: ChatRequest) -> Setting:
-    """Return the setting of the chat template for the body's fields about thinking. A wish that the
-    template cannot follow is reported.
-    """
+def _wanted_thinking(body: ChatRequest) -> tuple[bool | None, str | None]:
+    """Return (whether thoughts are wanted, effort), None if the body says nothing."""
     is_wanted = body.enable_thinking
     if is_wanted is None and body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
         is_wanted = body.thinking.type == "enabled"
     effort = body.reasoning_effort
     if not effort and body.reasoning is not None:
         effort = body.reasoning.effort
+    return is_wanted, effort
+
+
+def _thinking_of(server: Server, body: ChatRequest) -> Setting:
+    """Return the setting of the chat template for the body's fields about thinking.
+
+    A wish that the template cannot follow is reported.
+    """
+    is_wanted, effort = _wanted_thinking(body)
     given = _thinking_fields(body)
     switch = server.dialogue.thinking
     if not switch:

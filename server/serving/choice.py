@@ -99,16 +99,10 @@ class Choice:
         self._last_token: int | None = None
         self.speculation = SpeculationCount(request.speculation.rule, request.speculation.draft_length)
         self.clock = Clock()
-        self.logprobs: list[SpelledToken] | None = None
-        if request.num_logprobs is not None:
-            self.logprobs = []
-        self.token_ids: list[int] | None = None
-        if options.reports_token_ids:
-            self.token_ids = []
+        self.logprobs: list[SpelledToken] | None = None if request.num_logprobs is None else []
+        self.token_ids: list[int] | None = [] if options.reports_token_ids else None
         self.reports_speculation = options.reports_speculation
-        self.drafts: list[DraftedStep] | None = None
-        if options.reports_drafts:
-            self.drafts = []
+        self.drafts: list[DraftedStep] | None = [] if options.reports_drafts else None
         self._tokenizer = tokenizer
         self._offset = 0
         """Number of characters before the next token."""

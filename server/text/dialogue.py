@@ -1,5 +1,7 @@
-"""Finds out at start how the chat template writes calls and thoughts: the format of calls is the
-one that reads a rendered call back. Not for: reading answers (`tool_calls.py`, `reasoning.py`).
+"""Finds out at start how the chat template writes calls and thoughts.
+
+The format of calls is the one that reads a rendered call back. Not for: reading answers
+(`tool_calls.py`, `reasoning.py`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Reads calls whose arguments are literals: Gemma 4's objects with bare keys, and calls in Python's
-syntax (LFM2, Llama 4):
+"""Reads calls whose arguments are literals.
+
+Gemma 4's objects with bare keys, and calls in Python's syntax (LFM2, Llama 4):
 
     <|tool_call>call:NAME{days:3,city:<|"|>Paris<|"|>}<tool_call|>
     <|tool_call_start|>[NAME(days=3, city='Paris')]<|tool_call_end|>

@@ -64,28 +64,13 @@ def render_conversation(
     for a mistake in the template. marks: texts with which the model's calls may begin; text before
     calls is inserted before them.
     """
-    said = list(messages)
-    is_late = any(message["role"] == "system" for message in said[num_leading_system_prompts(said) :])
-    if is_late and not _shows_late_system_prompts(render):
-        said = with_late_system_prompts_in_user(said)
-    leading = range(num_leading_system_prompts(said))
-    has_user = any(message["role"] == "user" for message in said)
-    if leading and has_user and _moves_system_prompts(render):
-        said = with_system_in_user(said, leading)
+    said = _with_system_prompts_in_place(render, messages)
     chat = _Chat(render, tools, documents)
     chat.take_any(said)
     if chat.missing("tools"):
         chat.render = partial(_with_tools_in_system, render)
         chat.take_any(said)
-    if chat.missing("tool_calls"):
-        chat.take_named_ids()
-    has_texts = len(marks) == 1 and marks[0] in CALL_TEXTS
-    if not has_texts and any(len(chat.messages[number]["tool_calls"]) > 1 for number in chat.missing("tool_calls")):
-        chat.take([with_one_call_a_turn(chat.messages)])
-    if chat.missing("tool_calls"):
-        chat.take_calls_alone()
-    if chat.missing("tool_calls") and has_texts:
-        chat.take_any(with_calls_as_text(chat.messages, marks[0]))
+    _show_calls(chat, marks)
     if chat.missing("python"):
         chat.take([with_arguments_as_text(chat.messages)])
     if misplaced := {*chat.missing("order")}:
@@ -102,6 +87,32 @@ def render_conversation(
     if not before_calls:
         return chat.prompt
     return chat.prompt_with_texts(before_calls, marks)
+
+
+def _with_system_prompts_in_place(render: Render, messages: Objects) -> Messages:
+    """Return the conversation with those system prompts in a user's message that would move."""
+    said = list(messages)
+    is_late = any(message["role"] == "system" for message in said[num_leading_system_prompts(said) :])
+    if is_late and not _shows_late_system_prompts(render):
+        said = with_late_system_prompts_in_user(said)
+    leading = range(num_leading_system_prompts(said))
+    has_user = any(message["role"] == "user" for message in said)
+    if leading and has_user and _moves_system_prompts(render):
+        said = with_system_in_user(said, leading)
+    return said
+
+
+def _show_calls(chat: _Chat, marks: Sequence[str]) -> None:
+    """Take variants of calls until the template shows them all, or no variant is left."""
+    if chat.missing("tool_calls"):
+        chat.take_named_ids()
+    has_texts = len(marks) == 1 and marks[0] in CALL_TEXTS
+    if not has_texts and any(len(chat.messages[number]["tool_calls"]) > 1 for number in chat.missing("tool_calls")):
+        chat.take([with_one_call_a_turn(chat.messages)])
+    if chat.missing("tool_calls"):
+        chat.take_calls_alone()
+    if chat.missing("tool_calls") and has_texts:
+        chat.take_any(with_calls_as_text(chat.messages, marks[0]))
 
 
 class _Chat:
@@ -235,8 +246,9 @@ class _MarkedCopies:
         return word
 
     def misplaced(self, places: Mapping[str, int]) -> list[int]:
-        """Return the numbers of messages whose text follows their calls; raises RequestError for a
-        result before its call. places: of the words that are shown.
+        """Return the numbers of messages whose text follows their calls.
+
+        Raises RequestError for a result before its call. places: of the words that are shown.
         """
         texts: dict[int, int] = {}
         calls: dict[int, int] = {}
@@ -295,9 +307,7 @@ def _rename(call: dict[str, Any], name: str) -> None:
 
 
 def _shows_late_system_prompts(render: Render) -> bool:
-    """Return whether a system prompt between turns is shown in its place, always with the same
-    conversation.
-    """
+    """Return whether a system prompt between turns is shown in its place, in one conversation."""
     roles = ("user", "assistant", "system", "user", "assistant", "user")
     words = [f"Word{number:06d}" for number in range(len(roles))]
     probe = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]

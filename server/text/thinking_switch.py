@@ -1,5 +1,6 @@
-"""Finds out at start what turns thoughts on and off in a chat template, which words of effort it
-accepts, and what each does, by rendering a question with each.
+"""Finds out at start, by rendering questions, what turns thoughts on and off in a chat template.
+
+It also finds which words of effort the template accepts, and what each does.
 
 A word is accepted if a word that does not exist is refused or has another effect. Off is what
 closes the thoughts, whatever its name is.

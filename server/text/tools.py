@@ -1,5 +1,6 @@
-"""Function tools of a chat request: their description for the template, and the grammar of an
-answer. Grammars enforce forced calls and strict tools in all formats but `response_template`.
+"""Function tools of a chat request: their description for the template, and the grammar.
+
+Grammars enforce forced calls and strict tools in all formats but `response_template`.
 
 Not for: finding the model's format (`dialogue.py`), or reading calls (`tool_calls.py`).
 """

@@ -1,4 +1,6 @@
-"""Reads calls whose arguments stand between tags, as plain text. For example, `glm`:
+"""Reads calls whose arguments stand between tags, as plain text.
+
+For example, `glm`:
 
     <tool_call>NAME
     <arg_key>KEY</arg_key>
@@ -38,8 +40,9 @@ class _Region:
     """Parser of one call, tag by tag."""
 
     def __init__(self, name: str, opening: str, quotes: bool, form: XmlFormat, is_value: IsValue | None = None) -> None:
-        """quotes: whether values may contain whole calls. is_value: whether a text is an argument's
-        value; None if any is.
+        """quotes: whether values may contain whole calls.
+
+        is_value: whether a text is an argument's value; None if any is.
         """
         self.body: list[str] = []
         """Text that stands instead of arguments."""

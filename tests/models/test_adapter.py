@@ -230,11 +230,11 @@ LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_p
 ALIKE = {"target_modules": ["q_proj"]}
 MERGED, ANOTHER_TYPE, STARTED = "", "LORA alone is served", "has changed the model's own weights"
 SAVED: dict[str, tuple[Any, str]] = {
-    **{f"init {start}": (peft.LoraConfig(**LORA, init_lora_weights=start), MERGED) for start in ("eva", "mica")},
+    "init eva": (peft.LoraConfig(**LORA, init_lora_weights="eva", eva_config=peft.EvaConfig()), MERGED),
+    "init mica": (peft.LoraConfig(**LORA, init_lora_weights="mica"), MERGED),
     **{f"init {start}": (peft.LoraConfig(**LORA, init_lora_weights=start), STARTED)
        for start in ("pissa", "pissa_niter_4", "olora")},
-    **{f"converted {start}": (peft.LoraConfig(**LORA, init_lora_weights=start), MERGED)
-       for start in ("pissa", "olora")},
+    **{f"converted {kind}": (peft.LoraConfig(**LORA, init_lora_weights=kind), MERGED) for kind in ("pissa", "olora")},
     "rslora": (peft.LoraConfig(**LORA, use_rslora=True), MERGED),
     **{field: (peft.LoraConfig(**LORA, **{field: value}), f"{field} = ") for field, value in {
         "use_dora": True, "lora_bias": True, "bias": "all", "modules_to_save": ["lm_head"],
@@ -254,6 +254,7 @@ def trained(base: Path, config: Any, folder: Path, is_converted: bool) -> Any:
     """Return a model of peft after a training that changed every trained number, and save it."""
     torch.manual_seed(0)
     adapted = peft.get_peft_model(load(str(base), None, "float32", CPU).model, copy.deepcopy(config))
+    adapted.get_base_model().set_attn_implementation("eager")
     started = None
     if getattr(config, "init_lora_weights", None) == "eva":
         texts = [{"input_ids": torch.randint(3, 100, (4, 12))} for _ in range(4)]
@@ -284,7 +285,6 @@ def test_what_peft_saves_is_served_as_it_computes_or_refused(base: Path, tmp_pat
     model = load(str(base), None, "float32", CPU).model
     before = logits(model, ids)
     assert merge(model, read_adapter(str(tmp_path))) == 6
-    adapted.base_model.model.set_attn_implementation("eager")
     expected = adapted(input_ids=ids, use_cache=False).logits[0]
     assert torch.allclose(logits(model, ids), expected, atol=1e-4)
     assert not torch.allclose(before, expected, atol=1e-2)

@@ -96,7 +96,7 @@ def test_unfinished_requests_get_408(guarded: Daemon) -> None:
 
 
 def test_each_of_too_many_requests_at_once_has_a_status(guarded: Daemon) -> None:
-    """Each new connection replaces the one that has waited longest."""
+    """Five times as many as there may be come before the first is read."""
     guarded.process.send_signal(signal.SIGSTOP)
     try:
         asking = [connected(guarded) for _ in range(5 * MOST_CONNECTIONS)]

@@ -1,6 +1,4 @@
-"""Calls with a part left out or written twice are repaired if there is one reading, and else stay
-text.
-"""
+"""Calls with a part left out or written twice are repaired if there is one reading."""
 
 from __future__ import annotations
 

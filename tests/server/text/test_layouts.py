@@ -1,6 +1,4 @@
-"""Every layout is recognised, shows three turns in order, and reads its own answers back at every
-cut.
-"""
+"""Every layout is recognised, shows turns in order, and reads its answers back at every cut."""
 
 from __future__ import annotations
 
@@ -128,9 +126,7 @@ def read(known: Known, prompt: str, pieces: list[str]) -> tuple[str, str, list[C
 
 
 def test_an_answer_is_read_at_every_cut(known: Known) -> None:
-    """Thoughts, text and two calls; and calls inside open thoughts, if the layout has thoughts
-    between marks.
-    """
+    """Thoughts, text and two calls; and calls inside open thoughts between marks."""
     layout, _, dialogue = known
     on = dialogue.thinking.on
     prompt = rendered(known, QUESTION, **(on.variables if on else {}))

@@ -393,8 +393,9 @@ LATE_TEXT = {
 
 @pytest.mark.parametrize("shows", LATE_TEXT.values(), ids=LATE_TEXT)
 def test_text_next_to_a_call_stays_before_it(shows: str) -> None:
-    """Gemma 4 shows it after the results and closes the turn. With the format's mark the text is
-    before the call, in its own message without.
+    """Gemma 4 shows it after the results and closes the turn.
+
+    With the format's mark the text is before the call, in its own message without.
     """
     turns = [USER, called("a", content="Let me see.", x=1), result("a")]
     parts = "{% set ns = namespace(text='') %}{% for m in messages %}[{{ m.role }}]" + shows + "{% endfor %}"

@@ -1,6 +1,4 @@
-"""A template's settings of thinking are found by rendering a question with each; the nearest that
-it accepts serves every wish.
-"""
+"""A template's settings of thinking are found by rendering; the nearest serves every wish."""
 
 from __future__ import annotations
 

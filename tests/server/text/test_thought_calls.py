@@ -1,6 +1,4 @@
-"""A whole, valid call in open thoughts ends them, in every format and at every cut; a mark alone
-does not.
-"""
+"""A whole, valid call in open thoughts ends them, in every format; a mark alone does not."""
 
 from __future__ import annotations
 
@@ -58,9 +56,7 @@ def test_a_whole_call_ends_open_thoughts(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_closing_mark_after_a_call_is_dropped(form: str) -> None:
-    """Written by the model, or forced by a budget after further text; in a later call's text it
-    stays.
-    """
+    """Written by the model, or forced by a budget; in a later call's text it stays."""
     call = SPELL[form]([PARIS])
     check(form, f"{OPEN}So.\n{call}\n</think>\n\nDone.", "So.", f"{call}\nDone.")
     check(form, f"{OPEN}So. {call} And so</think>It is.", "So.", f"{call} And soIt is.")
