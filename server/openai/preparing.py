@@ -42,7 +42,7 @@ from server.text.thinking_switch import Setting
 from server.text.tools import ToolUse, other_kinds, plain_text, template_message, tool_use_of
 from server.wire.current_call import this_call
 from server.wire.errors import model_not_found
-from server.wire.fields import ChatRequest, CompletionRequest, GenerationFields
+from server.wire.fields import ChatRequest, CompletionRequest, Effort, GenerationFields
 from server.wire.ids import new_id
 from server.wire.unsupported_fields import refuse_unsupported
 
@@ -250,7 +250,7 @@ def _most_tokens(server: Server, body: GenerationFields) -> int | None:
     return server.client.ready_facts().max_model_len
 
 
-def _wanted_thinking(body: ChatRequest) -> tuple[bool | None, str | None]:
+def _wanted_thinking(body: ChatRequest) -> tuple[bool | None, Effort | None]:
     """Return (whether thoughts are wanted, effort), None if the body says nothing."""
     is_wanted = body.enable_thinking
     if is_wanted is None and body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
