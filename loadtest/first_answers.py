@@ -78,12 +78,18 @@ def rate(answers: Sequence[TimedChat]) -> float:
     return sum(answer.tokens for answer in answers) / sum(answer.milliseconds for answer in answers)
 
 
-def start(arguments: Sequence[str], prefix: Sequence[str], count: int) -> dict[str, list[TimedChat]]:
+def start(arguments: Sequence[str], prefix: Sequence[str], count: int, is_cold: bool) -> dict[str, list[TimedChat]]:
     """Return answers of fresh daemons, each of which serves one arm."""
     answers: dict[str, list[TimedChat]] = {arm: [] for arm in _ARMS}
     order = random.Random(0)
     with ExitStack() as stack:
-        clients = {arm: Client(stack.enter_context(running_daemon(arguments, prefix))) for arm in _ARMS}
+        clients = {}
+        for arm in _ARMS:
+            command = prefix
+            if is_cold:
+                folder = stack.enter_context(TemporaryDirectory())
+                command = ["env", *prefix[1:], f"NUMBA_CACHE_DIR={folder}"]
+            clients[arm] = Client(stack.enter_context(running_daemon(arguments, command)))
         for _ in range(count):
             for arm in order.sample(_ARMS, len(_ARMS)):
                 answers[arm].append(clients[arm].ask(arm))
@@ -92,7 +98,6 @@ def start(arguments: Sequence[str], prefix: Sequence[str], count: int) -> dict[s
 
 def compared(starts: Sequence[dict[str, list[TimedChat]]], arm: str) -> dict[str, Any]:
     """Return the reports of an arm's answers and the true ratio, over all starts."""
-    reports: list[float] = []
     answers: list[TimedChat] = []
     plain: list[TimedChat] = []
     for found in starts:
@@ -100,17 +105,13 @@ def compared(starts: Sequence[dict[str, list[TimedChat]]], arm: str) -> dict[str
         plain += found["plain"][_NUM_FIRST:]
     reports = [answer.speedup for answer in answers if answer.speedup is not None]
     true = rate(answers) / rate(plain)
-    reported = statistics.median(reports)
-    timed = [answer for answer in answers if answer.speedup is not None]
-    weighted_s = sum(answer.milliseconds * (answer.speedup or 0.0) for answer in timed)
-    weighted = weighted_s / sum(answer.milliseconds for answer in timed)
+    reported = statistics.median(reports) if reports else None
     return {
         "arm": arm,
         "with_drafts": sum(answer.has_drafts for answer in answers) / len(answers),
-        "reported": round(reported, 3),
-        "reported_by_time": round(weighted, 3),
+        "reported": reported,
         "true": round(true, 3),
-        "reported_over_true": round(reported / true, 3),
+        "reported_over_true": None if reported is None else round(reported / true, 3),
     }
 
 
@@ -130,6 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--serve-args", default="", help="further flags of the daemons")
     add_output_argument(parser)
     options = parser.parse_args(arguments)
+    if options.answers <= _NUM_FIRST:
+        parser.error(f"--answers must be more than {_NUM_FIRST}")
     versions: dict[str, list[str]] = {"this": []} | ({"other": in_folder(options.other)} if options.other else {})
     starts: dict[str, list[dict[str, list[TimedChat]]]] = {version: [] for version in versions}
     with ExitStack() as stack:
@@ -138,9 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stack.callback(busy.kill)
         for _ in tqdm(range(options.starts), unit="start"):
             for version, prefix in versions.items():
-                with TemporaryDirectory() as folder:
-                    cache = ["env", *prefix[1:], f"NUMBA_CACHE_DIR={folder}"] if options.cold else prefix
-                    starts[version].append(start(options.serve_args.split(), cache, options.answers))
+                starts[version].append(start(options.serve_args.split(), prefix, options.answers, options.cold))
     rows = [
         {"version": version, **compared(found, arm)}
         for version, found in starts.items()

@@ -52,7 +52,7 @@ def run_batch(command: BatchCommand, config: EngineConfig, process: subprocess.P
         _run_file(command).unlink(missing_ok=True)
         print(f"polydraft run-batch: all {num_done} lines are in {command.output_file} already", file=sys.stderr)
         return EXIT_OK
-    shape = shape_of_lines(config.speculation, command.settings.max_num_seqs)
+    shape = shape_of_lines(config.speculation, min(command.settings.max_num_seqs, len(lines)))
     identity = _run_identity(command, shape)
     client = engine_client(command.settings, config)
     client.connect(process)
@@ -100,8 +100,10 @@ def _run_identity(command: BatchCommand, shape: tuple[int, int]) -> _Identity:
             file.flush()
             os.fsync(file.fileno())
         return identity
-    except (OSError, msgspec.DecodeError) as error:
+    except OSError as error:
         raise ConfigError(f"{path}: the name of the run cannot be stored or read ({error})") from error
+    except (UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path}: is not of this version ({error}); delete it, or --overwrite") from error
 
 
 def _lines_of(path: Path) -> list[InputLine]:

@@ -69,7 +69,7 @@ class Bucket:
     """Bucket of the same number of requests without prompts, of a bucket with prompts."""
     arms: dict[Fanout, StepArm] = field(default_factory=lambda: {NO_DRAFTS: StepArm(1.0)})
     current: Fanout = NO_DRAFTS
-    """StepArm of the present steps."""
+    """Arm of the present steps."""
     num_in_block: int = 0
     """Steps of the present arm since it has taken over."""
     num_compared: int = 0
@@ -110,11 +110,9 @@ class Bucket:
         """Return the variances of the logarithms of the costs over that of one arm."""
         covariance_AA = self._covariance_at(now_s)
         variance_A = np.diag(covariance_AA)
-        if base not in self.arms:
-            return dict(zip(self.arms, (variance_A + GUESS_VARIANCE).tolist(), strict=True))
         number = list(self.arms).index(base)
         relative_A = variance_A + variance_A[number] - 2 * covariance_AA[number]
-        return dict(zip(self.arms, relative_A.tolist(), strict=True))
+        return dict(zip(self.arms, np.maximum(relative_A, 0.0).tolist(), strict=True))
 
     def _difference(self, drafts: Fanout, other: Fanout) -> Numbers:
         """Return [A] the factors of the costs' logarithms in that of a ratio."""
@@ -122,7 +120,9 @@ class Bucket:
 
     def _covariance_at(self, now_s: float) -> Numbers:
         """Return the present covariance; costs drift, but a guess is the least that is known."""
-        grown_AA = self._covariance_AA + np.diag([0.0] + [_DRIFT * (now_s - self._compared_s)] * (len(self.arms) - 1))
+        # Steps of an idle engine may have been compared after the last step of requests.
+        growth = _DRIFT * max(0.0, now_s - self._compared_s)
+        grown_AA = self._covariance_AA + np.diag([0.0] + [growth] * (len(self.arms) - 1))
         factor_A = np.sqrt(np.minimum(1.0, GUESS_VARIANCE / np.maximum(np.diag(grown_AA), 1e-9)))
         present_AA: Numbers = grown_AA * np.outer(factor_A, factor_A)
         return present_AA

@@ -80,8 +80,9 @@ class Waiting:
             "raise the limit of open files (ulimit -n) or --max-connections",
             num_open - 1,
         )
-        longest = next(iter(self.order))
-        del self.order[longest]
+        longest = next(iter(self.order), None)
+        if longest is None:
+            return
         longest.refuse(http_error(503, "too many connections are open; try again soon", {"retry-after": "1"}))
         if num_open > self.most + min(self.most // 2, _MOST_LINGERING):
             longest.drop()
@@ -299,6 +300,7 @@ class Connection(HttpToolsProtocol):
             # No client waits for its response any more.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+        self._stop_waiting()
         body = msgspec.json.encode(ErrorEnvelope(error.body))
         more = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items()).encode()
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)

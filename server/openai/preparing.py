@@ -293,7 +293,7 @@ def _thinking_of(server: Server, body: ChatRequest) -> Setting:
     if effort not in switch.efforts:
         server.unknown_fields.ignore(deciding, "this model's chat template has no words of effort")
         return switch.on or Setting()
-    if switch.word_of(effort).lower() != effort:
+    if not switch.is_exact(effort):
         server.unknown_fields.ignore(deciding, f"{switch.word_of(effort)} is the nearest effort of this model")
     return switch.efforts[effort]
 
@@ -330,6 +330,9 @@ async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None
     setting = _thinking_of(server, body)
     if users := [message for message in messages if message["role"] == "user"]:
         users[-1]["content"] += setting.word
+    elif setting.word:
+        why = "this model's switch for thinking is a word of the user, who says nothing"
+        server.unknown_fields.ignore(_thinking_fields(body)[0], why)
     prompt = await server.tokenizer.run_chat(
         messages,
         body.add_generation_prompt,

@@ -146,8 +146,11 @@ class _Schemas:
             return all(self.follow(schema.get("items"), one, is_exact) for one in value)
         if not isinstance(value, dict):
             return True
-        properties = schema.get("properties") or {}
-        if not set(schema.get("required") or ()) <= value.keys():
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping):
+            properties = {}
+        required = schema.get("required")
+        if isinstance(required, list) and not all(name in value for name in required if isinstance(name, str)):
             return False
         if is_exact and not value.keys() <= properties.keys():
             return False

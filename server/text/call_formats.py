@@ -1,7 +1,8 @@
 """Formats in which models write calls, except those described by a tokenizer's response template.
 
 Most formats write a call's arguments as JSON between marks (`JsonFormat`, read by `json_calls.py`).
-Others write each argument between tags, as plain text (`XmlFormat`, read by `xml_calls.py`).
+Others write each argument between tags, as plain text (`XmlFormat`, read by `xml_calls.py`), or as
+literals (`LiteralFormat`, read by `literal_calls.py`).
 
 Not for: finding a model's format (`dialogue.py`).
 """

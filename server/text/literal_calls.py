@@ -22,7 +22,7 @@ from typing import Any
 
 import regex
 
-from server.text.argument_types import as_value
+from server.text.argument_types import as_value, finite_number, part_of
 from server.text.call_pieces import CallParts, Calls
 
 QUOTE = '<|"|>'
@@ -127,7 +127,8 @@ class _LiteralParser:
     def _arguments(self, name: str) -> Steps:
         assign = regex.escape(self._form.assign)
         close = regex.escape(self._form.brackets[1])
-        known = "|".join(map(regex.escape, self._schemas[name].get("properties") or ())) or "(?!)"
+        properties = self._schemas[name].get("properties")
+        known = "|".join(map(regex.escape, properties if isinstance(properties, Mapping) else ())) or "(?!)"
         follow = rf"\s*(?:,\s*{_KEY}{assign}|(?:{known})\s*{assign}|{close}\s*(?:{self._after_call}))"
         raw = yield from self._object(assign, close, follow, 0, self._schemas[name])
         return raw
@@ -235,11 +236,14 @@ class _Bare:
         if _NUMBER.fullmatch(self.text):
             whole = self.text.lstrip("-").lstrip("0") or "0"
             sign = "-" if self.text.startswith("-") else ""
-            return json.loads(sign + ("0" + whole if whole[0] in ".eE" else whole))
+            try:
+                return json.loads(sign + ("0" + whole if whole[0] in ".eE" else whole), parse_float=finite_number)
+            except ValueError as error:  # infinite, or of thousands of digits
+                raise _NoCall from error
         if schema is None:
             raise _NoCall
         value = as_value(self.text, key, schema)
-        if not isinstance(value, str) or (schema.get("properties") or {}).get(key, {}).get("type") != "string":
+        if not isinstance(value, str) or part_of(schema, key, schema).get("type") != "string":
             raise _NoCall
         return value
 

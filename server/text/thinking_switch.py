@@ -66,6 +66,11 @@ class ThinkingSettings:
         """Return the accepted word, or the name of the switch, for a requested one."""
         return _last_word(self.efforts[effort])
 
+    def is_exact(self, effort: Effort) -> bool:
+        """Return whether the accepted word is the requested one."""
+        word = self.word_of(effort)
+        return effort in (word.lower(), _effort_of(word))
+
     def __str__(self) -> str:
         parts = [f"{self.default} by default"]
         parts.append("cannot be turned off" if self.off is None else f"off: {self.off}")
