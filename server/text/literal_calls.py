@@ -22,7 +22,7 @@ from typing import Any
 
 import regex
 
-from server.text.argument_types import as_value, finite_number, part_of
+from server.text.argument_types import as_value, finite_number
 from server.text.call_pieces import CallParts, Calls
 
 QUOTE = '<|"|>'
@@ -243,7 +243,9 @@ class _Bare:
         if schema is None:
             raise _NoCall
         value = as_value(self.text, key, schema)
-        if not isinstance(value, str) or part_of(schema, key, schema).get("type") != "string":
+        properties = schema.get("properties")
+        part = properties.get(key) if isinstance(properties, Mapping) else None
+        if not isinstance(value, str) or not isinstance(part, Mapping) or part.get("type") != "string":
             raise _NoCall
         return value
 
