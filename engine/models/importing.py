@@ -24,6 +24,9 @@ def import_transformers() -> Any:
     Triton is used on CUDA devices only.
     """
     unused = ["scipy", "torchao"] if torch.cuda.is_available() else ["scipy", "torchao", "triton"]
+    # If somebody has imported transformers, it knows already what is installed.
+    if "transformers" in sys.modules:
+        unused = []
     with _absent(unused):
         # Here only, while the unused packages are absent.
         import transformers.modeling_utils

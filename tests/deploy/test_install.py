@@ -73,7 +73,7 @@ def test_torch_alone_comes_from_the_index_that_is_named(target: str, with_uv: bo
     command = ["make", "--dry-run", f"VENV={tmp_path}/venv", target]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     commands = [part for line in done.stdout.splitlines() for part in line.split(" && ")]
-    installs = [part for part in commands if "pip install" in part]
+    installs = list(dict.fromkeys(part for part in commands if "pip install" in part))
     assert all((f"{uv} pip" in line) == with_uv and "-c constraints.txt" in line for line in installs)
     assert ["-e '.[bench]'" in line or "-e '.[dev]'" in line for line in installs] == ([False, True] if url else [True])
     assert [f"--index-url '{url}' --no-deps torch" in line for line in installs] == ([True, False] if url else [False])
