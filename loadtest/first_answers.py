@@ -105,7 +105,7 @@ def compared(starts: Sequence[dict[str, list[TimedChat]]], arm: str) -> dict[str
         plain += found["plain"][_NUM_FIRST:]
     reports = [answer.speedup for answer in answers if answer.speedup is not None]
     true = rate(answers) / rate(plain)
-    reported = statistics.median(reports) if reports else None
+    reported = round(statistics.median(reports), 3) if reports else None
     return {
         "arm": arm,
         "with_drafts": sum(answer.has_drafts for answer in answers) / len(answers),
