@@ -27,7 +27,7 @@ COMPLETED = (
     ("polydraft serve --weights int8 --no-cal", "--no-calibrate "),
     ("polydraft serve --kv-cache-dtype bf", "bfloat16 "),
     ("polydraft serve --draft-model mod", "model.gguf "),
-    ("polydraft analyze qua", "quality "),
+    ("polydraft analyze lim", "limits "),
     ("polydraft distill --draft-le", "--draft-length "),
     ("polydraft help an", "analyze "),
 )
