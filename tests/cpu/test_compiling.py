@@ -20,7 +20,8 @@ from tests.grid import grid
 from tests.models.converted import write_converted
 from tests.models.gguf_models import write_model
 
-DEMO = Path(__file__).resolve().parents[2] / "server" / "demo"
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "server" / "demo"
 START = """
 import json
 import sys
@@ -79,7 +80,7 @@ class Starts:
         command = [sys.executable, "-c", SMALL_START, str(self.folder)]
         environment = {**os.environ, "NUMBA_CACHE_DIR": str(self.folder / "cache")}
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, cwd=DEMO.parent)
+        return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
 
     def end(self, process: subprocess.Popen[str]) -> tuple[list[str], list[int], str]:
         """Return (reports, cache hits by kernel, log) of a process with right results."""
@@ -192,7 +193,7 @@ def test_a_first_start_compiles_what_it_and_later_starts_find(tmp_path: Path) ->
     def start() -> list[object]:
         command = [sys.executable, "-c", START, str(DEMO / "target")]
         environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-        found = subprocess.run(command, env=environment, capture_output=True, check=True, cwd=DEMO.parent)
+        found = subprocess.run(command, env=environment, capture_output=True, check=True, cwd=ROOT)
         return list(json.loads(found.stdout.splitlines()[-1]))
 
     assert start() == [1, [1] * 6]
@@ -242,6 +243,6 @@ def test_passes_read_and_write_within_their_arrays(tmp_path: Path) -> None:
     """Compiled with checks of bounds, which end a pass with an error."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_BOUNDSCHECK": "1"}
     command = [sys.executable, "-m", "tests.compile_numba"]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=DEMO.parent)
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT)
     assert "IndexError" not in found.stderr
     assert "without the CPU decoder" not in found.stderr
