@@ -220,7 +220,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Types of the weights, the largest share first."""
     architecture: str
     drafters: dict[str, DraftFacts]
-    """By name (`DRAFTERS`); `model` is missing without a draft model."""
+    """Drafters by name (`DRAFTERS`); `model` is missing without a draft model."""
     max_copied_tokens: int
     rules: dict[str, RuleFacts]
     memory_plan: dict[str, int]

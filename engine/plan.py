@@ -108,7 +108,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     emits: bool
     sampling: Sampling
     speculation: Speculation
-    """Of the request; `fanout` is what this step drafts."""
+    """Speculation of the request; `fanout` is what this step drafts."""
     fanout: Fanout
     """Children of drawn nodes by depth; empty if nothing is drawn."""
     text_drafts: tuple[TextDraft, ...] = ()

@@ -1,7 +1,7 @@
 """`python -m loadtest.pressure NAME ...`: effect of disturbances on another client's stream and on
 /health.
 
-A neighbour in a process of its own reads a stream and asks /health on new connections, first alone
+A neighbour in a separate process reads a stream and asks /health on new connections, first alone
 and then during each disturbance:
 
   bodies     every field of every endpoint with 4 MiB, alone; the costliest of each field 20 at once

@@ -116,7 +116,7 @@ class CpuDecoder(Backend):
             pass_table.DOWN: self._product([[layer.mlp.down_proj] for layer in layers]),
             **shared,
         }
-        """By field; output head and embeddings may share one."""
+        """Products by field; output head and embeddings may share one."""
         if pass_table.LM_HEAD not in shared:
             self.products[pass_table.LM_HEAD] = self._product([[output]])
         if pass_table.EMBEDDING not in shared and output.weight is embedding.weight:

@@ -70,7 +70,7 @@ _HEAD_DRAFTERS: dict[str, type[EagleDrafter | MaskDrafter]] = {
     "mtp": EagleDrafter,
     "peagle": MaskDrafter,
 }
-"""By type of head; other types have a `BlockDrafter`."""
+"""Drafters by type of head; other types have a `BlockDrafter`."""
 
 
 def build_engine(config: EngineConfig, progress: Progress = lambda _: None) -> Engine:

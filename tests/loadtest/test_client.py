@@ -104,7 +104,7 @@ def test_a_stream_that_breaks_off_is_no_sample() -> None:
 
 
 def test_a_server_that_counts_at_the_end_only_is_counted() -> None:
-    """As OpenAI's API says: a chunk of text is a token until the last chunk has the number."""
+    """Chunks of text are a token each until the last chunk has the number, as in OpenAI's API."""
     chunks: list[dict[str, Any]] = [{"choices": [{"text": text}]} for text in ("a", "b", "")]
     chunks.append({"choices": [], "usage": {"completion_tokens": 3}})
     text = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"

@@ -155,7 +155,7 @@ def test_a_small_limit_of_prompt_tokens_holds_beside_a_cached_prefix() -> None:
 
 
 def test_lagging_draft_model_does_not_block_the_queue() -> None:
-    """What is left of a step must do for a cached prefix without draft K/V."""
+    """Tokens left in a step must do for a cached prefix without draft K/V."""
     config = SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=32)
     scheduler = Scheduler(config, BlockStore(2048, 16), frozenset({99}), draft_window=128)
     scheduler.submit(request("first", 1000, 1))

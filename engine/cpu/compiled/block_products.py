@@ -80,7 +80,7 @@ _KINDS = {
     types.uint16: _WeightType(SHORT, 2),
     types.int16: _WeightType(ir.HalfType(), 2),
 }
-"""By the numpy type of a weight; bfloat16 is uint16, float16 is int16."""
+"""Products by the numpy type of a weight; bfloat16 is uint16, float16 is int16."""
 
 
 class _Loop(Emitter):

@@ -60,7 +60,7 @@ class VerifiedStep(NamedTuple):
     draft: Draft
     """With its tokens."""
     chains: list[int]
-    """By request: the chosen chain, its accepted tokens, and the token after them."""
+    """Chosen chains by request, with their accepted tokens and the tokens after them."""
     accepted: list[int]
     next_tokens: list[int]
     largest_N: npt.NDArray[np.float64]
