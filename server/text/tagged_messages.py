@@ -81,7 +81,8 @@ class TaggedMessages:
             mark = self._form.thought[1]  # a grammar takes an opened text for thoughts
         end = self._held.find(mark)
         if end < 0:
-            sure = self._held[: len(self._held) - num_held(self._held, [mark])].rstrip()
+            marks = [mark, self._form.thought[1]] if self._open is self._form.text else [mark]
+            sure = self._held[: len(self._held) - num_held(self._held, marks)].rstrip()
             self._release(len(sure), parts)
             return False
         if self._open is self._form.call:
