@@ -172,7 +172,7 @@ def _serve(process: Process, arguments: list[str]) -> int:
     """Read the settings, then serve."""
     from engine.api import ConfigError, check_settings
     from server.settings.flags import parse_flags
-    from server.settings.start_checks import bind, bind_fault, own_socket_file
+    from server.settings.listener import bind, bind_fault, own_socket_file
 
     settings = None
     early = _held_back()
@@ -259,7 +259,7 @@ def _begin_log(settings: Serve, early: MemoryHandler) -> None:
 def _with_models(command: str, settings: Serve, config: EngineConfig, run: Callable[[EngineConfig], int]) -> int:
     """Look for the models, then run; return the exit code."""
     from engine.api import ConfigError, LoadError, show_given_names
-    from server.settings.start_checks import check_pair, with_quantization, with_sources
+    from server.settings.model_checks import check_pair, with_quantization, with_sources
 
     try:
         config = with_sources(config)

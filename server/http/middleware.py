@@ -94,7 +94,7 @@ class RequestEnvelope:
             await self._app(routed, self._limited(receive, self._most_bytes(scope)), response.send)
         except Exception as error:
             if response.is_unread:
-                # Over TCP the system usually closes first (`start_checks.bind`). The server closes
+                # Over TCP the system usually closes first (`listener.bind`). The server closes
                 # the connection, because the answer is not complete.
                 log.warning("a client does not read its answer", extra=log_fields(id=request_id, path=path))
                 return

@@ -21,7 +21,7 @@ from engine.models import taps
 from engine.scheduling.scheduler import Scheduler
 from engine.start.building import build_engine
 from engine.start.loading import LoadedModel
-from server.settings.start_checks import check_pair, with_sources
+from server.settings.model_checks import check_pair, with_sources
 from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders, oracles

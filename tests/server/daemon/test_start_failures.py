@@ -21,8 +21,8 @@ from engine.models.weight_files import _header_fault
 from server.cli import main
 from server.openai.generation_defaults import generation_defaults
 from server.serving.socket_folder import SocketFolder
+from server.settings.listener import bind, own_socket_file
 from server.settings.settings import Serve, read_config_file
-from server.settings.start_checks import bind, own_socket_file
 from tests.server.daemon_process import ROOT, Daemon, Daemons, wait_until
 from tests.server.tiny_models import VOCAB_SIZE, TinyModels, llama_config, llama_weights, write_folder
 

@@ -16,8 +16,8 @@ from server.cli import main
 from server.settings.flags import faults, parse_flags
 from server.settings.foreign_flags import FOREIGN, NAMES, SWITCHES
 from server.settings.groups import RARE
+from server.settings.model_checks import with_quantization
 from server.settings.settings import Serve
-from server.settings.start_checks import with_quantization
 
 
 @pytest.fixture(autouse=True)
