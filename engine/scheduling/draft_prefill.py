@@ -45,12 +45,6 @@ class DraftPrefill:
         """Return how much of a lag the draft model makes up in a step without drafts."""
         return max(_LEAST_READ, self._share)
 
-    def lag(self, sequence: Sequence) -> int:
-        """Return how many tokens the draft model is behind the target; 0 if nothing is drafted."""
-        if not sequence.request.speculation.num_drafts:
-            return 0
-        return max(0, sequence.num_target_computed - next_draft_read(sequence))
-
     def is_far(self, sequence: Sequence) -> bool:
         """Whether the lag is too large for one step that drafts."""
         if self.by_head:
@@ -59,7 +53,7 @@ class DraftPrefill:
         most = self._share
         if sequence.num_missing == 1:
             most = max(most, sequence.request.speculation.draft_length)
-        return self.lag(sequence) > most
+        return sequence.draft_lag > most
 
     def to_read(self, sequence: Sequence) -> int:
         """Return the number of prompt tokens that the draft model must read to draft."""
@@ -82,12 +76,5 @@ class DraftPrefill:
 
     def share_among(self, sequences: Iterable[Sequence]) -> None:
         """Let these sequences catch up in the next step."""
-        num_lagging = sum(self.lag(sequence) > 0 for sequence in sequences)
+        num_lagging = sum(sequence.draft_lag > 0 for sequence in sequences)
         self._share = self.most_lag // max(1, num_lagging)
-
-
-def next_draft_read(sequence: Sequence) -> int:
-    """Return the index of the first token that the draft model would compute, inside its window."""
-    num_computed = sequence.num_draft_computed
-    window = sequence.draft_window
-    return max(num_computed, len(sequence.tokens) - window) if window else num_computed

@@ -13,7 +13,6 @@ from engine.fanout import Fanout, chains, level_widths, num_nodes
 from engine.needs import needs_of_drafts
 from engine.plan import LogitContext, Row, first_draft_key, num_text_nodes
 from engine.request import Speculation, TextDraft
-from engine.scheduling.draft_prefill import next_draft_read
 from engine.scheduling.sequence import Sequence
 
 # Prompt tokens that a step computes of a row that reports their logprobs.
@@ -163,7 +162,7 @@ def plan_row(
     # The draft model computes this many tokens more than the target, and both fit the chunk.
     num_extra = 0
     if fanout and not sequence.by_head:
-        num_extra = max(0, sequence.num_target_computed - next_draft_read(sequence))
+        num_extra = sequence.draft_lag
     emits = not head_must_wait and sequence.num_missing + max(nodes, num_extra) <= chunk
     end = total
     if not emits:
@@ -189,7 +188,7 @@ def _chunk_end(sequence: Sequence, most: int) -> int:
 
 def _draft_range(sequence: Sequence, end: int, most: int) -> tuple[int, int]:
     """Return the range of at most this many tokens before `end` that the draft model computes."""
-    first = next_draft_read(sequence)
+    first = sequence.next_draft_read
     stop = min(end, first + most)
     if first >= stop:
         return sequence.num_draft_computed, sequence.num_draft_computed

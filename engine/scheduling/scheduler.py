@@ -377,7 +377,7 @@ class Scheduler:
         """
         if sequence.by_head or self._is_adaptive(sequence):
             return 0
-        return self.draft_prefill.lag(sequence)
+        return sequence.draft_lag
 
     # -- blocks and admission ---------------------------------------------------------------------
 

@@ -123,6 +123,20 @@ class Sequence:
         return len(self.tokens) - self.num_target_computed
 
     @property
+    def next_draft_read(self) -> int:
+        """Return the index of the first token that the draft model would compute, in its window."""
+        if not self.draft_window:
+            return self.num_draft_computed
+        return max(self.num_draft_computed, len(self.tokens) - self.draft_window)
+
+    @property
+    def draft_lag(self) -> int:
+        """Return how many tokens the draft model is behind the target; 0 if nothing is drafted."""
+        if not self.request.speculation.num_drafts:
+            return 0
+        return max(0, self.num_target_computed - self.next_draft_read)
+
+    @property
     def may_draft(self) -> bool:
         """Return whether drafts can follow its text now.
 

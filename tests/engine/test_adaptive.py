@@ -223,7 +223,7 @@ def test_unread_prompts_are_read_in_pieces_before_anything_is_drafted() -> None:
         engine = tiny.build(TARGET, TARGET, budget=64)
         engine.scheduler.controller = Told(TIMES, 16)
         requests = [tiny.request(str(n), range(5, 5 + n), adaptive("block", 1), 80) for n in (12, 33)]
-        with instead("engine.scheduling.rows", "next_draft_read", begins):
+        with instead(Sequence, "next_draft_read", begins):
             found = tiny.run(engine, requests)
         plain = tiny.run(tiny.build(TARGET, None), [replace(one, speculation=tiny.OFF) for one in requests])
         assert found.tokens == plain.tokens

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from engine.config import SchedulerConfig
 from engine.fixed_edits import SharedEdits
 from engine.request import Limits, Request, Sampling, Speculation
 from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.draft_prefill import DraftPrefill
 from engine.scheduling.rows import plan_row
 from engine.scheduling.sequence import Sequence, expendability, urgency
 from engine.scheduling.store import BlockStore, next_key, root_key
@@ -79,6 +81,29 @@ def test_a_head_drafts_after_a_single_token_of_an_answer(by_head: bool) -> None:
         shared.append(running.num_shared)
     assert drafting == ([False, False, True, False, True] if by_head else [True] * 5)
     assert shared == ([2, 2, 2, 3, 3] if by_head else [2, 2, 3, 4, 4])
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "window", "num_draft", "next_read", "lag"),
+    [(1, 0, 0, 0, 9), (1, 0, 7, 7, 2), (1, 0, 9, 9, 0), (0, 0, 0, 0, 0), (1, 4, 0, 6, 3), (1, 4, 8, 8, 1)],
+)
+def test_a_row_that_drafts_reads_all_that_the_draft_model_lacks(
+    num_drafts: int, window: int, num_draft: int, next_read: int, lag: int
+) -> None:
+    """A token that the draft model never sees changes no answer, only the acceptance."""
+    speculation = Speculation(num_drafts=num_drafts, draft_length=num_drafts)
+    running = sequence(request={"speculation": speculation}, limits={"max_tokens": 20}, draft_window=window)
+    running.tokens += [8] * 7
+    running.num_target_computed, running.num_draft_computed = 9, num_draft
+    assert (running.next_draft_read, running.draft_lag) == (next_read, lag)
+    if not num_drafts:
+        return
+    row = plan_row(running, (1,), 1 + max(1, lag), 0, None)
+    assert (row.draft_read_first, row.draft_read_end, row.emits) == (next_read, 10, True)
+    assert not plan_row(running, (1,), max(1, lag), 0, None).emits, "the lag and the last token do not fit"
+    prefill = DraftPrefill(SchedulerConfig(max_num_batched_tokens=8 * max(1, lag)), 0)
+    assert not prefill.is_far(running)
+    assert DraftPrefill(SchedulerConfig(max_num_batched_tokens=8), 0).is_far(running) == (lag > 1)
 
 
 @pytest.mark.parametrize(
