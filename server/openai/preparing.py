@@ -32,7 +32,7 @@ from server.openai.sampling_fields import (
     without_equal_chains,
 )
 from server.openai.thinking import GrammarScope, thoughts_of
-from server.serving.choice import TextOptions
+from server.serving.filters import TextOptions
 from server.serving.generation import Generation
 from server.state import Server
 from server.text.call_formats import END_MARKS, call_marks

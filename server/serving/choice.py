@@ -1,6 +1,5 @@
 """One choice of an answer: takes each step's tokens and releases their text.
 
-Thoughts are separated first, so that stop strings and calls are looked for in the answer alone.
 Stop strings, finish reason, usage and speculation counts agree on the end of the answer. Not
 for: formats of APIs.
 """
@@ -10,22 +9,20 @@ from __future__ import annotations
 import itertools
 import secrets
 import string
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from engine.api import Outcome, Request, StepStats
+from server.serving.filters import TextOptions, filter_of
 from server.serving.statistics import Clock, SpeculationCount, answer_part, drafters_of
 from server.text.call_pieces import Call, Piece
-from server.text.line_bounds import LineBounds
 from server.text.logprobs import SpelledToken, spell
 from server.text.prompts import ShownPrompt
-from server.text.reasoning import CallHeader, Thought, ThoughtReader
-from server.text.stops import StopCut
+from server.text.reasoning import Thought
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls import ToolCalls
-from server.text.tools import ToolUse
 from server.wire.answers import DraftedStep
 
 # Some chat templates (Mistral) accept no other ids of calls.
@@ -33,35 +30,6 @@ _ID_LETTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9
 _BYTES_PER_LOGPROB = 64
 """Bytes of a prompt's logprobs that take about as long to encode as a logprob of the answer."""
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """Options for turning tokens into text."""
-
-    stops: Sequence[str] = ()
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    echo: bool = False
-    """Begin with the prompt."""
-    thoughts: Callable[[], ThoughtReader] | None = None
-    """Makes a parser of thoughts; None if the answer has none."""
-    shown: frozenset[int] = frozenset()
-    """Special tokens that the parser of thoughts needs in the text."""
-    tools: ToolUse | None = None
-    """Functions that the answer may call."""
-    num_prompt_logprobs: int | None = None
-    """Number of likeliest tokens that are reported for each token of the prompt."""
-    reports_drafts: bool = False
-    """Report the chains of every step."""
-    reports_speculation: bool = False
-    """Whether choices have vLLM's `speculative_decoding_stats`."""
-    reports_token_ids: bool = False
-    """Report the tokens of prompt and answer by id."""
-    end_token_ids: frozenset[int] = frozenset()
-    """Tokens that end the answer and that the request did not name."""
-    line_bounds: Callable[[], LineBounds] | None = None
-    """Makes the bounds of the answer's lines; None if there are none."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +59,6 @@ class Choice:
         self.num_predicted = 0
         self.text = ""
         self.thoughts = ""
-        self.num_thought = 0
-        """Number of tokens of thoughts."""
-        self._num_unsure = 0
-        """Number of last tokens that may be a call in the thoughts."""
         self.finish_reason: str | None = None
         self._last_token: int | None = None
         self.speculation = SpeculationCount(request.speculation.rule, request.speculation.draft_length)
@@ -110,29 +74,15 @@ class Choice:
         """Number of characters that each token of the last step has completed."""
         self._prompt = prompt
         self._has_begun = False
-        self._shown = options.shown
         self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens, options.shown)
-        hidden: Collection[str] = ()
-        if options.skip_special_tokens and options.stops:
-            hidden = tokenizer.special_texts(options.shown)
-        self._reasoning: ThoughtReader | None = None
-        if options.thoughts is not None:
-            self._reasoning = options.thoughts()
-        self._cut = StopCut(options.stops, options.include_stop, hidden)
-        # One reader reads the released text, which lags because of stop strings; the other finds
-        # the end of the only allowed call at once.
+        self._filter = filter_of(options, tokenizer, request.limits.min_tokens)
+        # It reads the released text, which lags because of stop strings.
         self._calls: ToolCalls | None = None
-        self._counting_calls: ToolCalls | None = None
         if options.tools is not None:
             self._calls = ToolCalls(options.tools, tokenizer.response_template)
-            if not options.tools.parallel:
-                self._counting_calls = ToolCalls(options.tools, tokenizer.response_template)
         self._tools = options.tools
         self.call_ids: list[str] = []
         self._end_token_ids = options.end_token_ids
-        self._lines: LineBounds | None = None
-        if options.line_bounds is not None:
-            self._lines = options.line_bounds()
 
     @property
     def calls(self) -> Sequence[Call]:
@@ -144,7 +94,12 @@ class Choice:
     @property
     def stop_string(self) -> str | None:
         """Stop string that has ended the answer; None if it runs or has ended otherwise."""
-        return self._cut.stop
+        return self._filter.stop
+
+    @property
+    def num_thought(self) -> int:
+        """Number of tokens of thoughts."""
+        return self._filter.num_thought
 
     @property
     def stop_reason(self) -> str | int | None:
@@ -187,18 +142,9 @@ class Choice:
         self.num_cached = outcome.num_cached
         said: list[str | Thought] = [self._echo_prompt()]
         num_taken = self._detokenize(outcome, said)
-        if outcome.finish_reason is not None and not self._is_over:
-            said += self._filtered("", self._may_stop(num_taken), is_last=True)
-        if self._cut.is_cut:
-            self.finish_reason = "stop"
-        elif self._has_its_only_call:
-            self.finish_reason = "stop"
-            said.append(self._cut.finish())
-        elif self._is_past_its_lines:
-            self.finish_reason = "length"
-        elif outcome.finish_reason is not None:
-            self.finish_reason = outcome.finish_reason
-            said.append(self._within_lines(self._cut.finish()))
+        if outcome.finish_reason is not None and self._filter.finish_reason is None:
+            said += self._filter.finish(self.num_tokens + num_taken)
+        self.finish_reason = self._filter.finish_reason or outcome.finish_reason
         parts = self._read(said)
         self.num_tokens += num_taken
         if num_taken:
@@ -214,25 +160,6 @@ class Choice:
         taken = answer_part(outcome, num_taken)
         self.speculation.add_step(taken, stats)
         return parts, self.clock.add(outcome, num_taken), taken
-
-    @property
-    def _has_its_only_call(self) -> bool:
-        """Whether only one call is allowed, and it is complete."""
-        return self._counting_calls is not None and self._counting_calls.is_over
-
-    @property
-    def _is_past_its_lines(self) -> bool:
-        """Whether the bounds of its lines have ended the answer."""
-        return self._lines is not None and self._lines.is_over
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether the answer has ended before the engine's end."""
-        return self._cut.is_cut or self._has_its_only_call or self._is_past_its_lines
-
-    def _within_lines(self, text: str) -> str:
-        """Return the part of a text that the bounds of lines leave."""
-        return text if self._lines is None else self._lines.feed(text)
 
     def _drafted(self, outcome: Outcome, num_taken: int) -> DraftedStep:
         def texts(tokens: Sequence[int]) -> list[str]:
@@ -294,58 +221,6 @@ class Choice:
             self.logprobs.append(spell(self._tokenizer, token, logprob, self._offset))
             self._offset += num_characters
 
-    def _split(self, piece: str, is_last: bool) -> Sequence[str | Thought]:
-        """Return the thoughts and text in a piece, called once per token to count thoughts."""
-        if self._reasoning is None:
-            return (piece,)
-        was_inside = self._reasoning.is_inside
-        parts = self._reasoning.feed(piece, is_last)
-        if is_last or (was_inside and self._reasoning.has_called):
-            # A call that has ended the thoughts is no thought.
-            self.num_thought += 0 if self._reasoning.has_called else self._num_unsure
-            self._num_unsure = 0
-        elif self._reasoning.holds_call:
-            self._num_unsure += 1
-        elif was_inside or self._reasoning.is_inside:
-            self.num_thought += 1 + self._num_unsure
-            self._num_unsure = 0
-        return parts
-
-    def _filtered(self, piece: str, may_stop: bool, hidden: str = "", is_last: bool = False) -> Iterator[str | Thought]:
-        """Yield a piece's thoughts, and what stop strings and line bounds leave of its text.
-
-        hidden: text of a token after the piece that the answer leaves out. is_last: the piece ends
-        the answer, and no parser holds text back after it.
-        """
-        for part in self._split(piece, is_last):
-            if isinstance(part, Thought):
-                # No stop string continues after a thought.
-                yield self._cut.finish()
-                yield part
-                continue
-            if self._counting_calls is not None:
-                self._counting_calls.feed(part, False)
-            looks = may_stop and not isinstance(part, CallHeader)
-            yield self._within_lines(self._cut.feed(part, looks))
-            if self._cut.is_cut:
-                return
-        if hidden:
-            yield self._within_lines(self._cut.feed("", may_stop, hidden))
-
-    def _may_stop(self, num_taken: int) -> bool:
-        """Return whether a stop string may end the answer with this token of the step."""
-        return self.num_tokens + num_taken > self.request.limits.min_tokens
-
-    def _hidden_text(self, token: int) -> str:
-        """Return a hidden token's text if a stop string may spell it; else ""."""
-        if not self._cut.looks_at_hidden or token in self._shown:
-            return ""
-        if self._reasoning is not None and self._reasoning.is_inside:
-            return ""
-        if not self._tokenizer.is_special(token):
-            return ""
-        return self._tokenizer.token_text(token)
-
     def _detokenize(self, outcome: Outcome, said: list[str | Thought]) -> int:
         """Append released text and thoughts; return the answer's tokens, with the end token."""
         self._num_characters = []
@@ -355,7 +230,7 @@ class Choice:
                 return count
             piece = self._detokenizer.step(token)
             self._num_characters.append(len(piece))
-            said += self._filtered(piece, self._may_stop(count), self._hidden_text(token))
-            if self._is_over:
+            said += self._filter.feed(piece, token, self.num_tokens + count)
+            if self._filter.finish_reason is not None:
                 return count
         return len(outcome.token_ids)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.api import GRAMMAR, Outcome, PolydraftError, Request, RequestError, StepStats
-from server.serving.choice import Choice, Part, TextOptions
+from server.serving.choice import Choice, Part
 from server.serving.engine_client import EngineClient
+from server.serving.filters import TextOptions
 from server.serving.observer import Observer
 from server.serving.statistics import Clock, GenerationState, SpeculationCount
 from server.text.logprobs import SpelledToken

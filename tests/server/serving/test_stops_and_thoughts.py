@@ -18,14 +18,16 @@ import pytest
 
 from engine.api import Limits, Outcome, Request, StepResults, Submit, ToEngine, TokenLogprob
 from server.app import build_app
-from server.serving.choice import Choice, TextOptions
+from server.serving.choice import Choice
 from server.serving.engine_client import EngineClient
+from server.serving.filters import AnswerFilter, TextOptions, filter_of
 from server.serving.metrics import ServerMetrics
 from server.serving.observer import Observer
 from server.settings.settings import Serve
 from server.state import Server
 from server.text.dialogue import Dialogue
 from server.text.harmony import HarmonyMessages
+from server.text.line_bounds import LineBounds
 from server.text.reasoning import reasoning_of
 from server.text.thought_marks import MARKS, THINK, ThoughtMarks
 from server.text.tokenizer import GenerationDefaults, Tokenizer
@@ -265,3 +267,18 @@ def test_hidden_tokens_in_thoughts_end_nothing(server: Server) -> None:
         if choice.finish_reason is None:
             choice.add(step, stats())
     assert (choice.thoughts, choice.text, choice.stop_reason) == ("ab", "c", "<|user|>")
+
+
+def test_an_answer_has_a_filter_only_if_an_option_needs_one(server: Server) -> None:
+    tools = [Tool(function=Function(name="add"))]
+    parallel, single = (ToolUse(tools, "hermes", is_parallel, forced=False) for is_parallel in (True, False))
+    plain = [TextOptions(), TextOptions(echo=True, reports_token_ids=True), TextOptions(tools=parallel)]
+    filtered = [
+        TextOptions(["a"]),
+        TextOptions(thoughts=partial(reasoning_of, False, THINK)),
+        TextOptions(tools=single),
+        TextOptions(line_bounds=LineBounds),
+    ]
+    made = [filter_of(options, server.tokenizer, 0) for options in (*plain, *filtered)]
+    assert [isinstance(each, AnswerFilter) for each in made] == [False] * 3 + [True] * 4
+    assert [list(each.feed("text", 5, 1)) for each in made[:3]] == [["text"]] * 3

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.api import Request
-from server.serving.choice import Choice, TextOptions
+from server.serving.choice import Choice
+from server.serving.filters import TextOptions
 from server.text.stops import StopCut
 from server.text.tokenizer import Tokenizer
 from tests.server.step_results import outcome, stats

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from engine.api import Request
-from server.serving.choice import Choice, TextOptions
+from server.serving.choice import Choice
+from server.serving.filters import TextOptions
 from server.text.argument_types import follows
 from server.text.reasoning import Reasoning, Thought
 from server.text.thought_calls import ThoughtCalls

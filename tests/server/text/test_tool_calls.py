@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.api import Limits, Request
-from server.serving.choice import Choice, TextOptions
+from server.serving.choice import Choice
+from server.serving.filters import TextOptions
 from server.text.call_formats import HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE
 from server.text.call_pieces import Piece
 from server.text.tokenizer import Tokenizer
