@@ -22,10 +22,6 @@ from server.text.reasoning import Thought
 from server.text.tools import PARTIAL_JSON
 from server.wire.errors import anthropic_error, to_api_error
 from server.wire.fields import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_STRINGS,
-    MAX_TOOLS,
     Body,
     ChatRequest,
     Closed,
@@ -37,6 +33,7 @@ from server.wire.fields import (
     Wire,
 )
 from server.wire.ids import new_id
+from server.wire.limits import MOST_MESSAGES, MOST_PARTS, MOST_STRINGS, MOST_TOOLS
 from server.wire.unsupported_fields import Neutral, refuse_unsupported
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -45,7 +42,7 @@ TOOL_REFERENCE = "tool_reference"
 _CACHE_KEYS = frozenset({"cache_control", "citations"})
 """Keys of blocks without effect: common prefixes are always cached."""
 
-Blocks = Annotated[Listed[dict[str, Any]], Field(max_length=MAX_PARTS)]
+Blocks = Annotated[Listed[dict[str, Any]], Field(max_length=MOST_PARTS)]
 
 
 class ThinkingConfig(Closed):
@@ -104,9 +101,9 @@ class CountTokensRequest(Body):
 
     model: Name | None = None
     """Name of the model; without one the served model answers."""
-    messages: Annotated[Listed[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[Listed[AnthropicMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     system: str | Blocks | None = None
-    tools: Annotated[Listed[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Listed[AnthropicTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -116,7 +113,7 @@ class MessagesRequest(CountTokensRequest):
     """Body of `POST /v1/messages`, extended by `speculation`, `seed` and `metrics`."""
 
     max_tokens: Count
-    stop_sequences: Annotated[Listed[str], Field(max_length=MAX_STRINGS)] | None = None
+    stop_sequences: Annotated[Listed[str], Field(max_length=MOST_STRINGS)] | None = None
     stream: bool = False
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None

@@ -24,11 +24,9 @@ from starlette.responses import Response
 from engine.api import RequestError
 from server.http.body_queue import BodyQueues
 from server.wire.current_call import this_call
-from server.wire.nesting import DEEPEST, is_deep, outside_strings, unescaped
+from server.wire.limits import DEEPEST, MOST_OBJECTS, MOST_TEXTS, MOST_VALUES
+from server.wire.nesting import is_deep, outside_strings, unescaped
 
-_MOST_OBJECTS = 1 << 14
-_MOST_TEXTS = 1 << 17
-_MOST_VALUES = 1 << 20
 _SMALL_BYTES = 1 << 11
 """Size up to which any body is read and validated in a fraction of a millisecond."""
 _LARGE_BYTES = 1 << 16
@@ -146,8 +144,8 @@ async def read_json(body: bytes, names: Sequence[str]) -> Any:
 def _may_hold_too_much(body: bytes) -> bool:
     """Whether a body could have too many values if none of its punctuation were inside strings."""
     return (
-        body.count(b'"') > 2 * _MOST_TEXTS
-        or body.count(b",") > _MOST_VALUES
+        body.count(b'"') > 2 * MOST_TEXTS
+        or body.count(b",") > MOST_VALUES
         or body.count(b"{") + body.count(b"[") > DEEPEST
     )
 
@@ -156,14 +154,14 @@ async def _excess(body: bytes) -> str:
     """Return the bound that a body exceeds; "" if it exceeds none."""
     await asyncio.sleep(0)
     plain = unescaped(body)
-    if plain.count(b'"') > 2 * _MOST_TEXTS:
-        return f"more than {_MOST_TEXTS} strings"
+    if plain.count(b'"') > 2 * MOST_TEXTS:
+        return f"more than {MOST_TEXTS} strings"
     await asyncio.sleep(0)
     outside = outside_strings(plain)
-    if outside.count(b"{") + outside.count(b"[") > _MOST_OBJECTS:
-        return f"more than {_MOST_OBJECTS} objects and lists"
-    if outside.count(b",") > _MOST_VALUES:
-        return f"more than {_MOST_VALUES} values"
+    if outside.count(b"{") + outside.count(b"[") > MOST_OBJECTS:
+        return f"more than {MOST_OBJECTS} objects and lists"
+    if outside.count(b",") > MOST_VALUES:
+        return f"more than {MOST_VALUES} values"
     await asyncio.sleep(0)
     return f"objects and lists that are nested more than {DEEPEST} deep" if is_deep(outside) else ""
 

@@ -25,7 +25,8 @@ from server.text.infill import FurtherText, Gap, Infill
 from server.text.line_bounds import LineBounds
 from server.wire.answers import Metrics
 from server.wire.errors import ErrorEnvelope, to_api_error
-from server.wire.fields import MAX_STRINGS, CompletionRequest, GenerationFields, Listed, Wire
+from server.wire.fields import CompletionRequest, GenerationFields, Listed, Wire
+from server.wire.limits import MOST_FURTHER, MOST_STRINGS
 from server.wire.unsupported_fields import UNSUPPORTED, refuse_unsupported
 
 _PARAMS = {"max_tokens": "n_predict", "n": "n_cmpl"}
@@ -35,7 +36,6 @@ _OWN_ORDER = ("penalties", "temperature", "min_p", "top_k", "top_p")
 _BY_OWN_FIELDS = frozenset({"dry", "xtc", "typ_p", "typical_p", "top_n_sigma", "adaptive_p"})
 """Samplers that are off unless a field of theirs turns them on, and such fields are refused."""
 _INFILL = "infill"
-_MAX_FURTHER = 1024
 _OFF_PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 _SUFFIX_SHARE = 4
 """A suffix that does not fit is cut to a quarter of the room, as in llama.cpp."""
@@ -60,9 +60,9 @@ class LlamaFields(GenerationFields):
     """Minimum indentation: a line with less white space before its text ends the answer."""
     t_max_predict_ms: Annotated[int, Field(ge=-1, lt=2**31)] = 0
     """Time after which an answer of several lines ends; 0 or -1 for no limit."""
-    samplers: Annotated[Listed[str], Field(max_length=MAX_STRINGS)] | None = None
+    samplers: Annotated[Listed[str], Field(max_length=MOST_STRINGS)] | None = None
     """Samplers to apply; the order is fixed."""
-    response_fields: Listed[str] = Field(default_factory=list, max_length=MAX_STRINGS)
+    response_fields: Listed[str] = Field(default_factory=list, max_length=MOST_STRINGS)
     """Fields of a whole answer, empty for all; `timings/prompt_n` takes one out of an object."""
     return_tokens: bool = False
     """Whether the answer has token ids; streams always have them."""
@@ -83,7 +83,7 @@ class InfillRequest(LlamaFields):
 
     input_prefix: str
     input_suffix: str
-    input_extra: Listed[InputExtra] = Field(default_factory=list, max_length=_MAX_FURTHER)
+    input_extra: Listed[InputExtra] = Field(default_factory=list, max_length=MOST_FURTHER)
     """Texts of other files; those that do not fit are left out, the first ones first."""
     prompt: str = ""
     """Beginning of the answer, which is not repeated in it."""

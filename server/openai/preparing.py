@@ -44,10 +44,10 @@ from server.wire.current_call import this_call
 from server.wire.errors import model_not_found
 from server.wire.fields import ChatRequest, CompletionRequest, Effort, GenerationFields
 from server.wire.ids import new_id
+from server.wire.limits import MOST_PROMPTS
 from server.wire.unsupported_fields import refuse_unsupported
 
 _DEFAULT_COMPLETION_TOKENS = 16
-_MAX_PROMPTS = 128
 _DECIDING_FIELDS = ("reasoning_effort", "enable_thinking", "reasoning.effort", "thinking")
 """Fields about thinking, from the first that counts."""
 # Arguments that `render_chat` passes, that would change the result's type, or that would run other
@@ -393,8 +393,8 @@ def listed_prompts(prompt: Any) -> list[str] | list[list[int]]:
         raise RequestError("the prompt is empty; send at least one token", "prompt")
     if isinstance(prompt[0], int):
         return [list(prompt)]
-    if len(prompt) > _MAX_PROMPTS:
-        raise RequestError(f"at most {_MAX_PROMPTS} prompts in one call, not {len(prompt)}", "prompt")
+    if len(prompt) > MOST_PROMPTS:
+        raise RequestError(f"at most {MOST_PROMPTS} prompts in one call, not {len(prompt)}", "prompt")
     return list(prompt)
 
 

@@ -20,8 +20,6 @@ from server.serving.generation import Delta, Generation
 from server.text.reasoning import Thought
 from server.wire.errors import responses_error, to_api_error
 from server.wire.fields import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
     ChatRequest,
     Closed,
     Count,
@@ -31,6 +29,7 @@ from server.wire.fields import (
     ReasoningConfig,
 )
 from server.wire.ids import new_id
+from server.wire.limits import MOST_MESSAGES, MOST_TOOLS
 from server.wire.unsupported_fields import Neutral, refuse_unsupported
 
 Included = Literal[
@@ -56,10 +55,10 @@ class TextConfig(Closed):
 class ResponsesRequest(GenerationFields):
     """Body of `POST /v1/responses`, with the common fields of sampling and speculation."""
 
-    input: str | Annotated[Listed[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
+    input: str | Annotated[Listed[dict[str, Any]], Field(max_length=MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    tools: Annotated[Listed[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Listed[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None

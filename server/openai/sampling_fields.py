@@ -31,12 +31,10 @@ from server.text.tokenizer import GenerationDefaults
 from server.wire.current_call import this_call
 from server.wire.fields import ChatRequest, CompletionRequest, GenerationFields, SpeculationFields
 from server.wire.ids import new_seed, seed_of
+from server.wire.limits import MOST_PROMPT_LOGPROBS, MOST_STOPS
 
 Value = TypeVar("Value")
-MAX_STOPS = 16
 _MOST_DIGITS = 20
-MOST_PROMPT_LOGPROBS = 1 << 20
-"""Maximum number of reported logprobs over all choices of a call; each takes about 60 bytes."""
 
 
 def given_or(value: Value | None, default: Value) -> Value:
@@ -47,8 +45,8 @@ def given_or(value: Value | None, default: Value) -> Value:
 def stop_strings(body: GenerationFields) -> list[str]:
     """Return the stop strings; raise RequestError for an empty one or too many."""
     stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
-    if len(stops) > MAX_STOPS:
-        raise RequestError(f"at most {MAX_STOPS} stop strings, not {len(stops)}", "stop")
+    if len(stops) > MOST_STOPS:
+        raise RequestError(f"at most {MOST_STOPS} stop strings, not {len(stops)}", "stop")
     if not all(stops):
         raise RequestError("a stop string must not be empty", "stop")
     return stops

@@ -18,6 +18,7 @@ from engine.api import RequestError
 from server.text.schema_faults import explained
 from server.text.schemas import COMPACT, FLEXIBLE, compact
 from server.wire.fields import GenerationFields
+from server.wire.limits import LONGEST_GRAMMAR
 from server.wire.unsupported_fields import UNKNOWN
 
 # vLLM's older names of `structured_outputs`.
@@ -33,8 +34,6 @@ _OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
 _GBNF_RULE = re.compile(r"\A(?:\s|#[^\n]*\n)*[A-Za-z][\w-]*\s*::=")
 _LINE = re.compile(r"\A[^:]*: at (\d+)\(\d+\): ")
 _RULE = re.compile(r"\A(?:args?|json|TEXT|text)_(\d+).*")
-LONGEST_GRAMMAR = 1 << 16
-"""Maximum number of characters."""
 
 
 class NamedSchema(NamedTuple):

@@ -17,8 +17,9 @@ from engine.api import RequestError
 from server.text.call_formats import HARMONY, KIMI_K2, KIMI_K3, SOLAR
 from server.text.call_grammars import SYNTAXES, CallGrammar, SpecialToken
 from server.text.chat_variants import named_id
-from server.text.structured import LONGEST_GRAMMAR, NamedSchema, Structure
+from server.text.structured import NamedSchema, Structure
 from server.wire.fields import AllowedTools, AnyTool, ChatRequest, MadeCall, Message, NamedChoice, TextPart, Tool
+from server.wire.limits import LONGEST_GRAMMAR
 from server.wire.nesting import nests_too_deeply
 from server.wire.unsupported_fields import shown
 

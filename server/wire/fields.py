@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from engine.api import DRAFTERS
+from server.wire.limits import MOST_MESSAGES, MOST_NAMES, MOST_PARTS, MOST_STRINGS, MOST_TOOLS
 from server.wire.unsupported_fields import Neutral
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -23,12 +24,6 @@ Listed = Annotated[list[Item], Field(fail_fast=True)]
 Name = Annotated[str, Field(max_length=1024)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """Amount of thinking."""
-_MOST_NAMES = 256
-MAX_MESSAGES = 8192
-MAX_PARTS = 4096
-MAX_STRINGS = 1024
-MAX_TOOLS = 512
-"""Maximum number of tools; coding agents with several tool servers offer hundreds."""
 
 
 class Wire(BaseModel):
@@ -53,8 +48,8 @@ class Closed(Wire):
     @classmethod
     def _with_few_names(cls, body: Any) -> Any:
         # Each unknown name causes an error.
-        if isinstance(body, dict) and len(body) > _MOST_NAMES:
-            raise ValueError(f"an object has at most {_MOST_NAMES} names here")
+        if isinstance(body, dict) and len(body) > MOST_NAMES:
+            raise ValueError(f"an object has at most {MOST_NAMES} names here")
         return body
 
 
@@ -94,7 +89,7 @@ class Prediction(Closed):
     """Expected text of the answer."""
 
     type: Literal["content"]
-    content: str | Annotated[Listed[TextPart], Field(max_length=MAX_PARTS)]
+    content: str | Annotated[Listed[TextPart], Field(max_length=MOST_PARTS)]
 
 
 class Body(Wire):
@@ -122,7 +117,7 @@ class GenerationFields(Body):
     seed: Int64 | None = None
     random_seed: Int64 | None = None
     """Name of `seed` in Mistral's API."""
-    stop: str | Annotated[Listed[str], Field(max_length=MAX_STRINGS)] | None = None
+    stop: str | Annotated[Listed[str], Field(max_length=MOST_STRINGS)] | None = None
     stop_token_ids: Annotated[Listed[Int64], Field(max_length=4096)] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
@@ -216,7 +211,7 @@ def _kind_of_tool(tool: Any) -> str:
 
 
 AnyTool = Annotated[Annotated[Tool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(_kind_of_tool)]
-Tools = Annotated[Listed[AnyTool], Field(max_length=MAX_TOOLS)]
+Tools = Annotated[Listed[AnyTool], Field(max_length=MOST_TOOLS)]
 
 
 class FunctionName(Closed):
@@ -236,7 +231,7 @@ class AllowedToolsChoice(Closed):
     """Some of the tools; `required`: an answer must call a tool."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[Listed[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[Listed[NamedChoice], Field(min_length=1, max_length=MOST_TOOLS)]
 
 
 class AllowedTools(Closed):
@@ -265,7 +260,7 @@ class Message(Wire):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[Listed[TextPart], Field(max_length=MAX_PARTS)] | None = None
+    content: str | Annotated[Listed[TextPart], Field(max_length=MOST_PARTS)] | None = None
     name: str | None = None
     tool_calls: Annotated[Listed[MadeCall], Field(max_length=128)] | None = None
     tool_call_id: str | None = None
@@ -297,7 +292,7 @@ class ThinkingSwitch(Closed):
 class ChatRequest(GenerationFields):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[Listed[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[Listed[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     chat_template_kwargs: dict[str, Any] | None = None
     """Additional variables for the model's chat template."""
     continue_final_message: bool = False
@@ -361,7 +356,7 @@ class TokenizeRequest(Body):
 
     model: Name | None = None
     prompt: str | None = None
-    messages: Annotated[Listed[Message], Field(max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[Listed[Message], Field(max_length=MOST_MESSAGES)] | None = None
     tools: Tools | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-DEEPEST = 100
-"""Bound on nesting: templates, grammars and copies use several stack frames per level."""
+from server.wire.limits import DEEPEST
+
 _DEPTHS = {**dict.fromkeys(b"[{", 1), **dict.fromkeys(b"]}", -1)}
 _NO_BRACKETS = bytes(set(range(256)) - _DEPTHS.keys())
 

@@ -25,6 +25,7 @@ from pydantic_core import CoreSchema
 
 from engine.api import RequestError
 from server.wire.current_call import this_call
+from server.wire.limits import MOST_UNKNOWN
 from server.wire.suggest import did_you_mean
 
 log = logging.getLogger("polydraft")
@@ -36,7 +37,6 @@ _LEAVE_OUT = "leave it out"
 _MOST_SHOWN = 8
 _LONGEST_SHOWN = 64
 _MOST_REMEMBERED = 256
-_MOST_UNKNOWN = 64
 _CLOSE = 0.85
 """Similarity from which a name counts as misspelt."""
 _LONG = 6
@@ -160,7 +160,7 @@ class UnknownFields:
                 self._foreign[name].check(name, value)
             else:
                 unknown.append(name)
-        if len(unknown) > _MOST_UNKNOWN:
+        if len(unknown) > MOST_UNKNOWN:
             raise unknown_field(sorted(unknown))
         if unknown and self._is_strict:
             hint = did_you_mean(min(unknown)[:_LONGEST_SHOWN], type(body).model_fields)

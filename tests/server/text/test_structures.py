@@ -10,8 +10,9 @@ import pytest
 
 from engine.api import RequestError
 from server.text.schemas import cleaned, closed
-from server.text.structured import LONGEST_GRAMMAR, Structure, structure_of
+from server.text.structured import Structure, structure_of
 from server.wire.fields import CompletionRequest
+from server.wire.limits import LONGEST_GRAMMAR
 from server.wire.unsupported_fields import UNKNOWN
 
 COMPACT = {"whitespace_flexible": False}
