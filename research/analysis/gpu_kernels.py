@@ -1,177 +1,271 @@
-"""`kernels`: every Triton kernel at the shapes of Qwen3-8B and Qwen3-0.6B, compared with plain
-operations and timed.
+"""Times of the Triton kernels at the shapes of Qwen3-8B and Qwen3-0.6B, for `gpu_sections.py`.
 
 A time is that of a replayed CUDA graph, whose runs rotate over more data than the device's cache
-holds. `error` is the norm of the difference over the norm of the plain result. On a CPU small
-shapes are a dry run in Triton's interpreter.
+holds. Not for: numbers. Tests compare every kernel with plain operations (`gpu_tests.py`), and
+`gpu_exactness.py` compares an engine at these shapes. On a CPU small shapes are a dry run in
+Triton's interpreter.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-import importlib
-import os
-import sys
+import random
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import linear, scaled_dot_product_attention
 
+from engine.attention.groups import ScoreOptions
+from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput, build
+from engine.attention.paged import Paged, upload
+from engine.attention.tensors import KVShape, KVTensors
 from engine.kernels.draw import categorical
 from engine.kernels.protocol import ChainNoise, Chains, Filters, ProbsTable
 from engine.kernels.torch_kernels import TORCH
-from research.analysis import gpu_attention
-from research.analysis.gpu_groups import KernelGroup, error_of, rotations, run_group
-from research.analysis.gpu_results import SectionResults, add_setting, ceilings, write_stacks
+from engine.speculation.topology import drawn_tree
+from research.analysis.gpu_results import SectionResults
 
+_RUNS = 16
+"""Least runs in a graph: its own launch is then a small share of its time."""
+_ROTATED_BYTES = 192 << 20
+"""Data over which the runs of a graph rotate: several times a device's cache."""
 _VOCABULARY = 151_936
 _ROWS = (1, 4, 21, 64, 336)
 """Rows of distributions: those of plain steps, a tree of 4x5 and sixteen of them."""
 _SAMPLING = (0.6, 20, 0.95)
 """Temperature, top-k and top-p of Qwen3's generation_config."""
-_ROUNDING = 1e-3
-"""Largest error of distributions: rounding may decide about a token at the edge of top-p."""
+_PAGE = 16
+_MOST_KEYS = 40_960
+"""Longest text of Qwen3-8B."""
+_TREE = (4, 1, 1, 1, 1)
+"""Children of every node by depth: four chains of five tokens."""
 
 
-def add_ceilings(group: KernelGroup) -> None:
-    """Measure copies and products."""
-    group.add("ceilings", ceilings(group.device, 0.5 if group.on_cuda else 0.01))
+class KernelTimes(NamedTuple):
+    """Times of kernels on a device."""
+
+    findings: SectionResults
+    device: torch.device
+
+    @property
+    def on_cuda(self) -> bool:
+        """Return whether it is no dry run."""
+        return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of layers."""
+        return torch.bfloat16 if self.on_cuda else torch.float32
+
+    def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return random numbers on the device, by default in `dtype`."""
+        return torch.randn(shape, device=self.device, dtype=dtype or self.dtype)
+
+    def add(self, name: str, runs: Sequence[Callable[[], object]], num_bytes: float = 0, operations: float = 0) -> None:
+        """Measure runs that do the same on different data; an exception is a failure.
+
+        num_bytes, operations: the least that a run takes.
+        """
+
+        def measure() -> None:
+            us = device_us(runs, self.device)
+            rates = {"GBps": num_bytes / us / 1e3, "TFLOPs": operations / us / 1e6}
+            self.findings.add(name, {"us": round(us, 2), **{unit: round(rate, 1) for unit, rate in rates.items()}})
+
+        self.findings.attempt(name, measure)
 
 
-def layers(group: KernelGroup) -> None:
-    """Measure norms, rotations with writes, gates, and merges of parts."""
+def rotations(num_bytes: int) -> int:
+    """Return on how many sets of data of this size a kernel is timed."""
+    return max(1, min(_RUNS, _ROTATED_BYTES // max(1, num_bytes)))
+
+
+def device_us(runs: Sequence[Callable[[], object]], device: torch.device) -> float:
+    """Return the microseconds of a run, in a replayed graph of all runs in turn.
+
+    On a CPU, those of the first run alone.
+    """
+    if device.type != "cuda":
+        began = time.perf_counter()
+        runs[0]()
+        return 1e6 * (time.perf_counter() - began)
+    repeats = -(-_RUNS // len(runs))
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for run in runs:
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(repeats):
+            for run in runs:
+                run()
+    times = []
+    for _ in range(6):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        first.record()
+        graph.replay()
+        last.record()
+        last.synchronize()
+        times.append(float(first.elapsed_time(last)))
+    return 1e3 * statistics.median(times[1:]) / (repeats * len(runs))
+
+
+class Text(NamedTuple):
+    """One sequence of a pass."""
+
+    before: int
+    """Tokens whose K/V is stored."""
+    num_tokens: int
+    """Tokens of the text that the pass computes."""
+    num_nodes: int = 0
+    """Drafted tokens after them, as `_TREE` lays them out."""
+
+
+def make_pass(times: KernelTimes, texts: Sequence[Text], as_recorded: bool) -> tuple[Paged, KVTensors, Tensor]:
+    """Return the layout of a pass over texts in pages in arbitrary order, their K/V, and queries.
+
+    as_recorded: with room for the longest text, as recorded steps read.
+    """
+    num_heads, num_kv_heads, dim = (32, 8, 128) if times.on_cuda else (4, 2, 32)
+    counts = [-(-sum(text) // _PAGE) for text in texts]
+    order = random.Random(1).sample(range(sum(counts)), sum(counts))
+    tree = drawn_tree(_TREE)
+    nodes = NodeInput([1] * len(tree.depths), tree.depths, (), tree.ancestry())
+    parts = []
+    for text, count in zip(texts, counts, strict=True):
+        blocks = [order.pop() for _ in range(count)]
+        drafted = nodes if text.num_nodes else NO_NODES
+        parts.append(SequenceInput([1] * text.num_tokens, text.before, blocks, drafted, slice(0)))
+    layout = build(parts, _PAGE)
+    paged = upload([layout], _PAGE, times.device)[0].paged
+    assert paged is not None
+    if as_recorded:
+        paged = paged._replace(most_keys=_MOST_KEYS if times.on_cuda else paged.most_keys, is_padded=True)
+    num_slots = sum(counts) * _PAGE
+    num_layers = rotations(num_slots * KVShape(1, num_kv_heads, dim, dim).layer_bytes(times.dtype))
+    storage = KVTensors(KVShape(num_layers, num_kv_heads, dim, dim), num_slots, times.dtype, times.device)
+    storage.keys.normal_()
+    storage.values.normal_()
+    query = times.randn(len(layout.positions_T), num_heads, dim)
+    return paged, storage, query.transpose(0, 1).unsqueeze(0)
+
+
+def attention(times: KernelTimes) -> None:
+    """Measure single tokens, trees of four chains of five tokens, and parts of prompts."""
+    cases: list[tuple[str, list[Text], bool]] = [
+        ("2 tokens after 50", [Text(50, 1)] * 2, True),
+        ("2 trees 4x5 after 30", [Text(30, 1, 20)] * 2, True),
+        ("40 of a prompt after 20, 3 tokens after 50", [Text(20, 40)] + [Text(50, 1)] * 3, False),
+    ]
+    if times.on_cuda:
+        cases = [("1 token after 32000, 31 after 300", [Text(32_000, 1)] + [Text(300, 1)] * 31, True)]
+        for count in (1, 4, 16, 64):
+            for before in (300, 1000, 8000, 32_000):
+                if count * before <= 200_000:
+                    cases.append((f"{count} tokens after {before}", [Text(before, 1)] * count, True))
+        for count, before in ((1, 300), (1, 8000), (4, 1000), (12, 1000)):
+            cases.append((f"{count} trees 4x5 after {before}", [Text(before, 1, 20)] * count, True))
+        for before in (0, 2000, 8000, 30_000):
+            cases.append((f"2048 of a prompt after {before}", [Text(before, 2048)], False))
+        for count in (512, 2048):
+            beside = [Text(0, count)] + [Text(1000, 1)] * 63
+            cases.append((f"{count} of a prompt, 63 tokens after 1000", beside, False))
+    for name, texts, as_recorded in cases:
+        times.findings.attempt(name, partial(_attention, times, name, texts, as_recorded))
+    if times.on_cuda:
+        query, keys = (times.randn(1, heads, 2048, 128) for heads in (32, 8))
+        work = partial(scaled_dot_product_attention, query, keys, keys, is_causal=True, enable_gqa=True)
+        times.add("torch's attention, 2048 of a prompt", [work])
+
+
+def _attention(times: KernelTimes, name: str, texts: Sequence[Text], as_recorded: bool) -> None:
+    from engine.cuda.attention_kernel import attend_paged
+
+    paged, storage, query = make_pass(times, texts, as_recorded)
+    num_layers, _, num_kv_heads, dim = storage.keys.shape
+    scores = sum((text.num_tokens + text.num_nodes) * (text.before + text.num_tokens / 2) for text in texts)
+    runs = [
+        partial(attend_paged, paged, storage, layer, query, None, ScoreOptions(), None) for layer in range(num_layers)
+    ]
+    num_bytes = sum(map(sum, texts)) * 2 * num_kv_heads * dim * times.dtype.itemsize
+    times.add(f"attention, {name}", runs, num_bytes, 4 * scores * query.shape[1] * dim)
+
+
+def layers(times: KernelTimes) -> None:
+    """Measure norms, gates, rotations with writes, rows in fp8, and merges of parts."""
     from engine.cuda import attention_kernel, layer_kernels
 
-    size = group.dtype.itemsize
-    widths = ((4096, 12_288, 32), (1024, 3072, 16)) if group.on_cuda else ((48, 40, 4),)
+    size = times.dtype.itemsize
+    widths = ((4096, 12_288, 32), (1024, 3072, 16)) if times.on_cuda else ((48, 40, 4),)
     for width, inner, num_heads in widths:
-        num_kv_heads, dim = (8, 128) if group.on_cuda else (2, 16)
-        for count in (1, 21, 64, 256) if group.on_cuda else (3,):
-            hidden, weight = group.randn(count, width), group.randn(width)
-            expected = rms_norm(hidden.float(), (width,), weight.float(), 1e-6)
-            run = partial(layer_kernels.norm, hidden, weight, 1e-6)
-            group.kernel(f"norm, {count} x {width}", [run], 2 * count * width * size, error_of(run(), expected))
-            joined = group.randn(count, 2 * inner)
-            expected = silu(joined[:, :inner].float()) * joined[:, inner:].float()
-            run = partial(layer_kernels.gate, joined)
-            group.kernel(f"gate, {count} x {inner}", [run], 3 * count * inner * size, error_of(run(), expected))
-            if group.on_cuda:  # the interpreter has no fp8
-                _rounding(group, joined)
-            group.case("rotation", partial(_rotation, group, count, num_heads, num_kv_heads, dim))
-        for count, parts in ((1, 16), (21, 16), (64, 2)) if group.on_cuda else ((3, 4),):
-            output = group.randn(parts, count, num_heads, dim, dtype=torch.float32)
-            lse = group.randn(parts, count, num_heads, dtype=torch.float32)
-            run = partial(attention_kernel.merged, output, lse, None, group.dtype)
-            expected = (output * lse.softmax(0).unsqueeze(-1)).sum(0)
-            name = f"merge, {count} x {num_heads} of {parts} parts"
-            group.kernel(name, [run], output.numel() * 4, error_of(run(), expected))
+        num_kv_heads, dim = (8, 128) if times.on_cuda else (2, 16)
+        for count in (1, 21, 64, 256) if times.on_cuda else (3,):
+            norm = partial(layer_kernels.norm, times.randn(count, width), times.randn(width), 1e-6)
+            times.add(f"norm, {count} x {width}", [norm], 2 * count * width * size)
+            joined = times.randn(count, 2 * inner)
+            times.add(f"gate, {count} x {inner}", [partial(layer_kernels.gate, joined)], 3 * count * inner * size)
+            if times.on_cuda:  # the interpreter has no fp8
+                times.add(
+                    f"rows in fp8, {count} x {2 * inner}",
+                    [partial(layer_kernels.round_rows, joined)],
+                    3 * joined.numel(),
+                )
+            heads = times.randn(count, (num_heads + 2 * num_kv_heads) * dim)
+            keys, values = (times.randn(4 * count, num_kv_heads, dim) for _ in range(2))
+            place = torch.randperm(4 * count, device=times.device)[:count]
+            rotation = times.randn(4 * count, dim), times.randn(4 * count, dim)
+            norms = times.randn(dim), times.randn(dim)
+            operands = (heads, rotation, place, norms, 1e-6, place, (keys, values))
+            rotate = partial(layer_kernels.rotate_and_write, *operands)
+            times.add(f"rotation, {count} x {num_heads} heads", [rotate], 2 * heads.numel() * size)
+        for count, parts in ((1, 16), (21, 16), (64, 2)) if times.on_cuda else ((3, 4),):
+            output = times.randn(parts, count, num_heads, dim, dtype=torch.float32)
+            lse = times.randn(parts, count, num_heads, dtype=torch.float32)
+            merge = partial(attention_kernel.merged, output, lse, None, times.dtype)
+            times.add(f"merge, {count} x {num_heads} of {parts} parts", [merge], output.numel() * 4)
 
 
-def _rounding(group: KernelGroup, rows: Tensor) -> None:
-    """Measure the rounding of rows to fp8."""
-    from engine.cuda import layer_kernels
-
-    count, width = rows.shape
-    rounded, scales = layer_kernels.round_rows(rows)
-    expected = (rows.abs().amax(1, keepdim=True) / torch.finfo(rounded.dtype).max).float()
-    group.require(error_of(scales, expected) <= group.bound, f"scales of {count} x {width} in fp8 differ")
-    # With three bits after the first, rounding moves a number by 2.6 % in the mean.
-    error, run = error_of(rounded.float() * scales, rows), partial(layer_kernels.round_rows, rows)
-    group.kernel(f"rows in fp8, {count} x {width}", [run], 3 * rows.numel(), error, 0.04)
+def products(times: KernelTimes) -> None:
+    """Measure torch's largest product of each model, which reads its weights."""
+    for width, depth in ((24_576, 4096), (6144, 1024)) if times.on_cuda else ((48, 40),):
+        num_bytes = width * depth * times.dtype.itemsize
+        rows = times.randn(1, depth)
+        runs = [partial(linear, rows, times.randn(width, depth)) for _ in range(rotations(num_bytes))]
+        times.add(f"product, 1 x {width} x {depth}", runs, num_bytes)
 
 
-def _rotation(group: KernelGroup, count: int, num_heads: int, num_kv_heads: int, dim: int) -> None:
-    """Measure rotations and writes of K/V."""
-    from engine.cuda import layer_kernels
-
-    joined, norms = group.randn(count, (num_heads + 2 * num_kv_heads) * dim), (group.randn(dim), group.randn(dim))
-    keys, values = (torch.zeros(4 * count, num_kv_heads, dim, device=group.device, dtype=group.dtype) for _ in range(2))
-    slots, positions = (torch.randperm(4 * count, device=group.device)[:count] for _ in range(2))
-    rotation = group.randn(4 * count, dim), group.randn(4 * count, dim)
-    run = partial(layer_kernels.rotate_and_write, joined, rotation, positions, norms, 1e-6, slots, (keys, values))
-    query = run()
-    heads = joined.view(count, -1, dim)
-    cosines, sines = (part[positions].float()[:, None] for part in rotation)
-    errors = [error_of(values[slots], heads[:, num_heads + num_kv_heads :])]
-    for found, start, stop, norm in (
-        (query, 0, num_heads, norms[0]),
-        (keys[slots], num_heads, num_heads + num_kv_heads, norms[1]),
-    ):
-        own = rms_norm(heads[:, start:stop], (dim,), norm, 1e-6).float()
-        errors.append(error_of(found, own * cosines + own.roll(dim // 2, -1) * sines))
-    num_bytes = 2 * joined.numel() * group.dtype.itemsize
-    group.kernel(f"rotation, {count} x {num_heads} heads", [run], num_bytes, max(errors))
-
-
-def products(group: KernelGroup) -> None:
-    """Measure torch's largest product of each model, which reads its weights, for the share of the
-    bandwidth.
-    """
-    for width, depth in ((24_576, 4096), (6144, 1024)) if group.on_cuda else ((48, 40),):
-        num_bytes = width * depth * group.dtype.itemsize
-        weights = [group.randn(width, depth) for _ in range(rotations(num_bytes))]
-        rows = group.randn(1, depth)
-        runs = [partial(linear, rows, weight) for weight in weights]
-        error = error_of(runs[0](), rows.float() @ weights[0].float().t())
-        group.kernel(f"product, 1 x {width} x {depth}", runs, num_bytes, error)
-
-
-def distributions(group: KernelGroup) -> None:
-    """Measure distributions, with Qwen3's own sampling as recorded steps make it."""
+def sampling(times: KernelTimes) -> None:
+    """Measure distributions and draws, with Qwen3's own sampling as recorded steps make it."""
     from engine.cuda.kernels import TritonKernels
 
-    kernels, width = TritonKernels(), _VOCABULARY if group.on_cuda else 9005
-    for count in _ROWS if group.on_cuda else (2,):
-        logits = 3 * group.randn(count, width, dtype=torch.float32)
-        temperature, top_k, top_p = (torch.full((count,), value, device=group.device) for value in _SAMPLING)
+    kernels, width = TritonKernels(), _VOCABULARY if times.on_cuda else 9005
+    for count in _ROWS if times.on_cuda else (2,):
+        logits = 3 * times.randn(count, width, dtype=torch.float32)
+        temperature, top_k, top_p = (torch.full((count,), value, device=times.device) for value in _SAMPLING)
         all_filters = Filters(torch.zeros_like(top_p), top_k, top_p, width)
         for name, filters in (("", Filters()), (", all filters", all_filters), (", top-p", Filters(top_p_N=top_p))):
             run = partial(kernels.distribution, logits, temperature, filters)
-            known = filters._replace(most_k=_SAMPLING[1])
-            error = error_of(run(), TORCH.distribution(logits, temperature, known))
-            num_bytes = 2 * logits.numel() * 4
-            group.kernel(f"distribution, {count} rows{name}", [run], num_bytes, error, _ROUNDING)
+            times.add(f"distribution, {count} rows{name}", [run], 2 * logits.numel() * 4)
+        uniform = torch.rand(count, device=times.device, dtype=torch.float64)
+        draw = partial(kernels.draw, logits.softmax(1), torch.arange(count, device=times.device), uniform)
+        times.add(f"draw, {count} rows", [draw], logits.numel() * 4)
 
 
-def draws(group: KernelGroup) -> None:
-    """Measure draws."""
-    from engine.cuda.kernels import TritonKernels
-
-    for count in _ROWS if group.on_cuda else (2,):
-        width = _VOCABULARY if group.on_cuda else 9005
-        probs = (3 * group.randn(count, width, dtype=torch.float32)).softmax(1)
-        rows = torch.arange(count, device=group.device)
-        uniform = torch.rand(count, device=group.device, dtype=torch.float64)
-        draw = partial(TritonKernels().draw, probs, rows, uniform)
-        group.kernel(f"draw, {count} rows", [draw], probs.numel() * 4, _distance(probs, uniform, draw()), 1e-9)
-
-
-def _distance(probs: Tensor, uniform: Tensor, tokens: Tensor) -> float:
-    """Return the largest distance of a number from the piece of the cumulative sum of its token."""
-    ends = probs.cumsum(1, dtype=torch.float64)
-    end, mass = (one.gather(1, tokens[:, None])[:, 0] for one in (ends, probs.double()))
-    wanted = uniform * ends[:, -1]
-    return float(torch.maximum(end - mass - wanted, wanted - end).clamp(min=0).max())
-
-
-def verdicts(group: KernelGroup) -> None:
+def verdicts(times: KernelTimes) -> None:
     """Measure the race of four chains of five tokens, for several requests."""
     from engine.cuda.kernels import TritonKernels
 
-    width = _VOCABULARY if group.on_cuda else 2500
-    for count in (1, 4, 12) if group.on_cuda else (2,):
-        chains, target, noise = chains_of(group.device, count, 4, 5, width)
-        run = partial(TritonKernels().race, chains, target, noise)
-        found, expected = (
-            torch.stack([one.chain_B, one.accepted_B, one.next_token_B])
-            for one in (run(), TORCH.race(chains, target, noise))
-        )
+    width = _VOCABULARY if times.on_cuda else 2500
+    for count in (1, 4, 12) if times.on_cuda else (2,):
+        chains, target, noise = chains_of(times.device, count, 4, 5, width)
         num_bytes = (chains.draft.probs_NV.numel() + target.probs_NV.numel()) * 4
-        group.kernel(f"verdict, {count} x 4x5", [run], num_bytes, float((found != expected).any()), 0)
+        times.add(f"verdict, {count} x 4x5", [partial(TritonKernels().race, chains, target, noise)], num_bytes)
 
 
 def chains_of(
@@ -199,68 +293,19 @@ def chains_of(
     return chains, ProbsTable(target_NV, row_CX, TORCH), noise
 
 
-def moves(group: KernelGroup) -> None:
+def moves(times: KernelTimes) -> None:
     """Measure moves of accepted K/V in all layers."""
     from engine.cuda import move_kernel
-    from engine.cuda.kernels import TritonKernels
 
-    shape = (72, 64 * 64, 8, 128) if group.on_cuda else (2, 64, 2, 16)
-    for count in (1, 16, 64) if group.on_cuda else (1,):
-        storage = torch.randn(shape, device=group.device).to(group.dtype)
-        expected = storage.clone()
-        # Each move of a sequence overwrites what the next one reads.
-        moves = [[(64 * number + slot + 1, 64 * number + slot) for slot in range(5)] for number in range(count)]
-        TritonKernels().move([storage], moves)
-        TORCH.move([expected], moves)
-        error = error_of(storage, expected)
-        operands = torch.tensor(moves, device=group.device).repeat(1, 7, 1)[:, :32].contiguous()
+    shape = (72, 64 * 64, 8, 128) if times.on_cuda else (2, 64, 2, 16)
+    storage = times.randn(*shape)
+    for count in (1, 16, 64) if times.on_cuda else (1,):
+        moved = [[(64 * number + slot + 1, 64 * number + slot) for slot in range(5)] for number in range(count)]
+        operands = torch.tensor(moved, device=times.device).repeat(1, 7, 1)[:, :32].contiguous()
         operands[:, 5:] = -1
         num_bytes = 2 * 5 * count * shape[0] * shape[2] * shape[3] * storage.itemsize
-        group.kernel(f"moves, {count} x 5", [partial(move_kernel.keep, storage, operands)], num_bytes, error, 0)
+        times.add(f"moves, {count} x 5", [partial(move_kernel.keep, storage, operands)], num_bytes)
 
 
-GROUPS: Sequence[tuple[Callable[[KernelGroup], None], float]] = (
-    (add_ceilings, 25),
-    (gpu_attention.tokens, 30),
-    (gpu_attention.trees, 20),
-    (distributions, 25),
-    (draws, 20),
-    (verdicts, 20),
-    (layers, 20),
-    (moves, 15),
-    (gpu_attention.prompts, 25),
-    (products, 25),
-)
-"""Groups and their time limits in seconds, most telling first; together they take less than their
-limits.
-"""
-_DRY_LIMIT_S = 300
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all groups."""
-    parser = argparse.ArgumentParser(
-        prog="python -m research.analysis.gpu_kernels", description=__doc__.split("\n\n")[0]
-    )
-    parser.add_argument("output", type=Path, help="the JSON document")
-    add_setting(parser)
-    options = parser.parse_args(arguments)
-    if options.device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
-    # What is imported before a fork need not be imported after it. No module uses the device when
-    # it is imported.
-    for name in ("cuda.attention_kernel", "cuda.layer_kernels", "cuda.kernels"):
-        importlib.import_module(f"engine.{name}")
-    gc.collect()
-    gc.freeze()  # recording collects garbage every time
-    findings = SectionResults(options.output)
-    for work, limit_s in GROUPS:
-        name = work.__name__.replace("_", " ")
-        limit_s = _DRY_LIMIT_S if options.device == "cpu" else limit_s
-        run_group(name, work, torch.device(options.device), findings, limit_s)
-    return 0
-
-
-if __name__ == "__main__":
-    write_stacks()  # of this process alone, not of one that calls `main`
-    sys.exit(main())
+MEASURED = (attention, sampling, verdicts, layers, moves, products)
+"""Most telling first."""

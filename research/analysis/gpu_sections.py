@@ -43,6 +43,7 @@ from research.analysis.gpu_engine import (
     steps,
 )
 from research.analysis.gpu_exactness import check_exactness
+from research.analysis.gpu_kernels import MEASURED, KernelTimes
 from research.analysis.gpu_results import SectionResults, add_setting, ceilings, middle_s, wait, write_stacks
 
 _FEW_SHAPES = ("off", "block:1x5", "bv_race:4x5", "adaptive")
@@ -122,6 +123,14 @@ def generate(options: argparse.Namespace, findings: SectionResults) -> None:
         findings.attempt(f"generate, {name}, {count} requests", measured)
 
 
+def kernels(options: argparse.Namespace, findings: SectionResults) -> None:
+    """Measure every kernel, each kind apart."""
+    device = torch.device(options.device)
+    findings.add("ceilings", ceilings(device, 0.5 * options.scale))
+    for measure in MEASURED:
+        findings.attempt(measure.__name__, partial(measure, KernelTimes(findings, device)))
+
+
 def record(options: argparse.Namespace, findings: SectionResults) -> None:
     """Measure tokens per second of every shape."""
     built = build(options, findings, 48 << 30, options.eager)
@@ -186,7 +195,7 @@ def _of_weights(options: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     }
 
 
-_SECTIONS = {"engine": engine, "generate": generate, "record": record, "weights": weights}
+_SECTIONS = {"engine": engine, "kernels": kernels, "generate": generate, "record": record, "weights": weights}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -28,6 +28,8 @@ FILES = (
     "cuda/test_layer_kernels",
     "kernels/test_block_kernels",
     "cuda/test_row_kernels",
+    "cuda/test_nucleus_kernels",
+    "cuda/test_move_kernel",
     "cuda/test_parts",
 )
 """Files that say most of the kernels and graphs; those that take longest come first."""

@@ -21,7 +21,7 @@ import torch
 
 from engine.config import EngineConfig, ModelConfig, SchedulerConfig
 from loadtest import environment
-from research.analysis import arms, gpu_engine, gpu_results, gpu_sections, gpu_session, gpu_tests
+from research.analysis import arms, gpu_engine, gpu_kernels, gpu_results, gpu_sections, gpu_session, gpu_tests
 from research.analysis.gpu_results import SectionResults
 from research.analysis.gpu_session import PARTS, Section, run_section
 from research.analysis.load import Load
@@ -62,7 +62,7 @@ def test_a_session_imports_only_what_it_names() -> None:
         "  if name.split('.')[0] in sys.argv[1:]: raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Missing())\n"
     )
-    sections = "from research.analysis import gpu_kernels, gpu_sections, gpu_session, gpu_tests"
+    sections = "from research.analysis import gpu_sections, gpu_session, gpu_tests"
     subprocess.run([sys.executable, "-c", program + sections, *missing], check=True, cwd=ROOT)
     tests = (
         "from research.analysis.gpu_tests import FILES\n"
@@ -191,12 +191,17 @@ def test_recorded_steps_serve_the_arms() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["engine", "generate"])
+@pytest.mark.parametrize("name", ["engine", "kernels", "generate"])
 def test_sections_run_dry(name: str, tmp_path: Path) -> None:
     result = run(Section(name, 300, ""), tmp_path)
     assert result["ended"] == "ended", (tmp_path / "log").read_text()[-2000:]
     found = result["found"]
     assert found["failures"] == []
+    if name == "kernels":
+        names = {key.partition(",")[0] for key, item in found.items() if isinstance(item, dict) and "us" in item}
+        kinds = ("distribution", "draw", "verdict", "moves", "product")
+        assert names == {"attention", "norm", "gate", "rotation", "merge", *kinds}
+        return
     assert found["pair"]["single_draft_acceptance"] == pytest.approx(0.75, abs=0.1)
     if name == "generate":
         assert found["generate, assisted, 1 requests, tokens per second"] > 0
@@ -380,3 +385,7 @@ def test_an_environment_without_git_is_described(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(environment.subprocess, "run", missing)
     assert environment.environment()["commit"] is None
+
+
+def test_timed_runs_rotate_over_more_than_a_cache() -> None:
+    assert [gpu_kernels.rotations(size << 20) for size in (1, 50, 1024)] == [16, 3, 1]
