@@ -1,7 +1,8 @@
-"""Polydraft on Ray Serve: several daemons at one address, with prefix affinity, autoscaling and a
-graceful drain.
+"""Polydraft on Ray Serve: several daemons at one address.
 
-    serve run deploy.ray_app:build arguments="MODEL --draft-model DRAFT" max_replicas=4
+With prefix affinity, autoscaling and a graceful drain.
+
+serve run deploy.ray_app:build arguments="MODEL --draft-model DRAFT" max_replicas=4
 
 `Front` receives HTTP requests and `PrefixRouter` chooses a replica. Each `Replica` runs one
 `polydraft serve` and forwards requests to it over a unix socket, so that it behaves like a daemon.
@@ -89,14 +90,16 @@ class Replica:
         raise RuntimeError(f"polydraft serve is not ready after {timeout_s:.0f} s")
 
     async def check_health(self) -> None:
-        """Raise if the daemon has ended or its engine completes no more steps; Ray then starts
-        another replica.
+        """Raise if the daemon has ended or its engine completes no more steps.
+
+        Ray then starts another replica.
         """
         (await self._client.get("/health", timeout=_PROBE_S)).raise_for_status()
 
     async def answer(self, call: ReplicaCall) -> AsyncIterator[tuple[int, list[tuple[str, str]]] | bytes]:
-        """Yield status and headers, then the body in pieces. If the caller leaves, the daemon
-        aborts the request.
+        """Yield status and headers, then the body in pieces.
+
+        If the caller leaves, the daemon aborts the request.
         """
         request = self._client.build_request(call.method, call.target, headers=call.headers, content=call.body)
         response = await self._client.send(request, stream=True)
@@ -118,8 +121,9 @@ class Replica:
 
 
 class Front:
-    """Forwards HTTP requests to replicas. If a replica dies before its answer begins, another one
-    gets the request.
+    """Forwards HTTP requests to replicas.
+
+    If a replica dies before its answer begins, another one gets the request.
     """
 
     def __init__(self, replicas: DeploymentHandle[Replica], max_request_bytes: int) -> None:
@@ -158,8 +162,9 @@ class Front:
         return _refusal(call, 503, "service_unavailable", "engine_unavailable", "the replica ended; try again")
 
     async def _metrics(self) -> Response:
-        """Return the metrics of all replicas. If there are none, none is asked, because Ray would
-        start one.
+        """Return the metrics of all replicas.
+
+        If there are none, none is asked, because Ray would start one.
         """
         pages: dict[str, str] = {}
 
@@ -180,9 +185,7 @@ class Front:
         return Response(merged(pages), media_type=CONTENT_TYPE)
 
     async def _respond(self, call: ReplicaCall, answer: Any) -> Response:
-        """Return the response of a replica: a stream in pieces, other responses when they are
-        complete.
-        """
+        """Return the response of a replica, a stream in pieces and any other one when complete."""
         status, headers = await anext(answer)
         kind = dict(headers).get("content-type", "")
         if kind.startswith("text/event-stream"):
@@ -192,8 +195,9 @@ class Front:
 
 
 def replica_names() -> list[str]:
-    """Return the ids of this application's replicas, also of starting ones; Ray's actor names end
-    with them.
+    """Return the ids of this application's replicas, also of starting ones.
+
+    Ray's actor names end with them.
     """
     ours = f"::{serve.get_replica_context().app_name}#Replica#"
     actors = ray.util.list_named_actors(all_namespaces=True)
@@ -224,8 +228,9 @@ def _events_in(chunk: bytes) -> int:
 
 
 def _last_event(call: ReplicaCall, num_events: int) -> bytes:
-    """Return the error event of a stream that broke after `num_events` events, in the format of its
-    endpoint.
+    """Return the error event of a broken stream, in the format of its endpoint.
+
+    num_events: events before it.
     """
     if "/v1/messages" in call.target:
         data = {"type": "error", "error": {"type": "api_error", "message": _ENDED}}
@@ -257,8 +262,9 @@ def _words(value: Any) -> Any:
 
 
 class Options(BaseModel):
-    """Options of `build`, from the command line (`serve run ... name=value`) or from
-    `serveConfigV2`.
+    """Options of `build`, from the command line or from `serveConfigV2`.
+
+    On the command line they are `serve run ... name=value`.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -51,8 +51,9 @@ def _is_stream(body: bytes) -> bool:
 
 
 def prefix_of(body: bytes) -> str:
-    """Return the key of requests that should share a cache: `prompt_cache_key` or the beginning of
-    the prompt.
+    """Return the key of requests that should share a cache.
+
+    It is `prompt_cache_key`, or the beginning of the prompt.
 
     For a conversation it covers everything up to the first user message, so that later turns reach
     the same replica.

@@ -21,8 +21,9 @@ class _Merged(Collector):
 
 
 def merged(pages: Mapping[str, str]) -> bytes:
-    """Return one page; the label `replica` of every sample names its replica. pages: by name of the
-    replica.
+    """Return one page; the label `replica` of every sample names its replica.
+
+    pages: by name of the replica.
     """
     families: dict[str, Metric] = {}
     for replica, page in pages.items():

@@ -16,13 +16,15 @@ from deploy.ray_call import ReplicaCall
 
 
 class PrefixRouter(RequestRouter):
-    """Router that sends requests with one prefix to one replica, unless it is much busier than
-    another one.
+    """Router that sends requests with one prefix to one replica.
+
+    If that replica is much busier than another one, it chooses the other one.
     """
 
     def initialize_state(self, most_ahead: int = 8) -> None:
-        """most_ahead: number of requests by which the preferred replica may exceed the idlest
-        one.
+        """Set by how much the preferred replica may be busier than the idlest one.
+
+        most_ahead: a number of requests.
         """
         self._most_ahead = most_ahead
         self._open: Counter[str] = Counter()
@@ -30,8 +32,9 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the replicas in order of preference. Rendezvous hashing moves few prefixes when
-        replicas change.
+        """Return the replicas in order of preference.
+
+        Rendezvous hashing moves few prefixes when replicas change.
         """
         if not candidate_replicas:
             return []

@@ -186,8 +186,9 @@ class _Bench:
         return asyncio.run(closed_loop(*self._served(arm), prompts, concurrency, body))
 
     async def single_draft_acceptance(self, prompts: list[Prompt]) -> float | None:
-        """Measure the share of single drafted tokens that token verification accepts: sum min(p,
-        q); None without a draft model.
+        """Measure the share of single drafted tokens that are accepted: sum min(p, q).
+
+        None without a draft model.
         """
         body = self._body({"rule": "token", "num_drafts": 1, "draft_length": 1})
         try:
@@ -226,8 +227,9 @@ class _Bench:
 
 
 def compared(results: dict[str, list[RunResult]], shapes: Sequence[str] = ()) -> dict[str, Any]:
-    """Return every arm's rate relative to plain decoding in the same repeat and to the version
-    before, and adaptive's to the best fixed shape.
+    """Return every arm's rate relative to plain decoding in the same repeat.
+
+    Also to the version before, and adaptive's to the best fixed shape.
 
     shapes: arms with a fixed shape.
     """
@@ -258,8 +260,9 @@ def _prompts_per_run(concurrency: int) -> int:
 
 
 def _seeded(prompt: Prompt, seed: int) -> Prompt:
-    """Return the prompt with a seed that is the same in every arm; repeated prompts get different
-    answers.
+    """Return the prompt with a seed that is the same in every arm.
+
+    Repeated prompts get different answers.
     """
     return replace(prompt, body=prompt.body | {"seed": seed})
 

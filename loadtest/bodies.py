@@ -1,5 +1,6 @@
-"""Bodies that cost a daemon most: the largest ones by endpoint and field, small ones of many
-objects, and malformed ones.
+"""Bodies that cost a daemon most.
+
+The largest ones by endpoint and field, small ones of many objects, and malformed ones.
 
 The fields come from the daemon's /openapi.json, so that new fields are sent without a change here.
 """
@@ -113,8 +114,9 @@ def sweep(described: dict[str, Any], model: str, max_bytes: int) -> Iterator[Mea
 
 
 def limits(model: str, max_bytes: int) -> Iterator[MeasuredBody]:
-    """Yield bodies with valid values of the largest size: they are served, or refused for their
-    sum.
+    """Yield bodies with valid values of the largest size.
+
+    They are served, or refused for their sum.
     """
     completions, chat = "/v1/completions", "/v1/chat/completions"
     schema = {"type": "object", "properties": {f"p{n}": {"type": "string", "enum": ["a" * 20]} for n in range(2000)}}

@@ -24,16 +24,18 @@ _TIMEOUT_S = 600.0
 
 
 def key_headers() -> dict[str, str]:
-    """Return the header with the API key of `POLYDRAFT_API_KEY`, if it is set (the first of
-    several).
+    """Return the header with the API key of `POLYDRAFT_API_KEY`, if it is set.
+
+    With several keys, it has the first.
     """
     key = os.environ.get("POLYDRAFT_API_KEY", "").split(",")[0].strip()
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def metric(url: str, name: str) -> float:
-    """Return a metric of the daemon, summed over its labels; raises RuntimeError if it does not
-    exist.
+    """Return a metric of the daemon, summed over its labels.
+
+    Raises RuntimeError if it does not exist.
     """
     families = text_string_to_metric_families(httpx.get(f"{url}/metrics").raise_for_status().text)
     values = [sample.value for family in families for sample in family.samples if sample.name == name]

@@ -1,5 +1,6 @@
-"""`python -m loadtest.first_answers`: is the speedup that answers report true in ordinary use, from
-the first answer on?
+"""`python -m loadtest.first_answers`: the speedups that answers report, next to measured ones.
+
+Are they true in ordinary use, from the first answer on?
 
 Three fresh daemons on the embedded pair take turns: one serves default answers alone, one answers
 with seeds, one plain answers. The median of the reports is compared with the speed of these answers

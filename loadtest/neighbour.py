@@ -1,5 +1,6 @@
-"""Another client of a disturbed daemon: measures gaps of a stream, and times of /health on new
-connections.
+"""Another client of a disturbed daemon.
+
+It measures gaps of a stream, and times of /health on new connections.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ _SHARES = {"p50_ms": 50, "p99_ms": 99, "longest_gap_ms": 100}
 
 
 async def chunks(client: httpx.AsyncClient, model: str, max_tokens: int = 400) -> AsyncIterator[bytes]:
-    """Yield the chunks of one stream. Raises httpx.HTTPError if it is refused, and RuntimeError if
-    it breaks off.
+    """Yield the chunks of one stream.
+
+    Raises httpx.HTTPError if it is refused, and RuntimeError if it breaks off.
     """
     body = {"model": model, "prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     async with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -32,8 +34,9 @@ async def chunks(client: httpx.AsyncClient, model: str, max_tokens: int = 400) -
 
 
 class _Seen:
-    """Gaps of the stream and longest time of /health since the last report; a pending response
-    counts with its time so far.
+    """Gaps of the stream and longest time of /health since the last report.
+
+    A pending response counts with its time so far.
     """
 
     def __init__(self) -> None:
@@ -50,8 +53,9 @@ class _Seen:
         self.last_chunk_s = now
 
     def take(self) -> dict[str, float]:
-        """Return the number of chunks, quantiles of their gaps and the longest time of /health, and
-        begin again.
+        """Return the number of chunks, quantiles of their gaps, the longest time of /health.
+
+        Then the counts begin again.
         """
         now = time.perf_counter()
         num_chunks = len(self.gaps_s)
@@ -104,7 +108,8 @@ async def _watch(url: str, model: str, connection: Connection) -> None:
 
 
 def watch(url: str, model: str, connection: Connection) -> None:
-    """Watch a daemon until the process is terminated; report the longest times after each
-    message.
+    """Watch a daemon until the process is terminated.
+
+    Report the longest times after each message.
     """
     asyncio.run(_watch(url, model, connection))

@@ -1,5 +1,6 @@
-"""Plots of a bench result: throughput by concurrency, tokens per pass by number of chains, gain by
-context.
+"""Plots of a bench result.
+
+Throughput by concurrency, tokens per pass by number of chains, gain by context.
 """
 
 from __future__ import annotations
@@ -37,9 +38,7 @@ def can_draw() -> bool:
 
 @contextmanager
 def drawn(path: Path, size: tuple[float, float], rows: int = 1, columns: int = 1) -> Iterator[list[Any]]:
-    """Yield the axes of a figure, whose panels are left to right and down, and save it as a PNG;
-    size: in inches.
-    """
+    """Yield the axes of a figure, left to right and down, and save it as a PNG."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -106,8 +105,9 @@ def throughput(result: dict[str, Any], cells: list[dict[str, Any]]) -> Series:
 
 
 def tokens_by_chains(result: dict[str, Any], cell: dict[str, Any]) -> Series:
-    """Return tokens per target pass by number of chains, one line per rule and length with several
-    numbers.
+    """Return tokens per target pass by number of chains.
+
+    One line per rule and length with several numbers.
     """
     lines: Series = {}
     for arm, shape in result["options"]["arms"].items():

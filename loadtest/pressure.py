@@ -1,5 +1,6 @@
-"""`python -m loadtest.pressure NAME ...`: effect of disturbances on another client's stream and on
-/health.
+"""`python -m loadtest.pressure NAME ...`: disturbances, and a neighbour that is measured.
+
+The neighbour reads a stream and asks /health.
 
 A neighbour in a separate process reads a stream and asks /health on new connections, first alone
 and then during each disturbance:
@@ -87,9 +88,7 @@ class Neighbour:
         self._since_s = time.perf_counter()
 
     def seen(self) -> dict[str, float]:
-        """Return quantiles of the gaps of the stream, the longest time of /health, and the pace
-        since the last call.
-        """
+        """Return quantiles of gaps, longest time of /health, and the pace since the last call."""
         self._connection.send(None)
         found: dict[str, float] = self._connection.recv()
         now = time.perf_counter()
@@ -146,9 +145,7 @@ class Target:
 
 
 def exchange(address: tuple[str, int], pieces: Iterable[bytes]) -> str:
-    """Send a request, read the response to its end, and return its status or the name of an
-    error.
-    """
+    """Send a request, read the response, and return its status or the name of an error."""
     try:
         with socket.create_connection(address, timeout=_ANSWER_TIMEOUT_S) as connection:
             # Refused before all of it was sent; the response may be there.
@@ -171,8 +168,9 @@ def together(url: str, pieces: Sequence[bytes], at_once: int) -> list[str]:
 
 
 def disturb_with_bodies(target: Target) -> Iterator[Row]:
-    """Send every field of every endpoint with every value, then the costliest of each field 20 at
-    once.
+    """Send every field of every endpoint with every value.
+
+    Then the costliest body of each field, 20 at once.
     """
     described = httpx.get(f"{target.url}/openapi.json").raise_for_status().json()
     costliest: dict[tuple[str, str], tuple[float, MeasuredBody]] = {}
@@ -308,8 +306,9 @@ def disturb_with_short_requests(target: Target) -> Iterator[Row]:
 
 
 def short_request(url: str, body: dict[str, Any], leaves: bool) -> str:
-    """Read a stream to its end, or leave after its first line; raise RuntimeError if it is refused
-    or breaks off.
+    """Read a stream to its end, or leave after its first line.
+
+    Raise RuntimeError if it is refused or breaks off.
     """
     with httpx.stream("POST", f"{url}{_COMPLETIONS}", json=body, headers=key_headers(), timeout=600) as response:
         if response.status_code != 200:
@@ -360,8 +359,9 @@ def measure(url: str, names: Sequence[str], options: argparse.Namespace) -> dict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Disturb a new daemon, and print and write what was seen; 1 if a grammar or a short request
-    failed, or cache blocks are held at idle.
+    """Disturb a new daemon, and print and write what was seen.
+
+    1 if a grammar or a short request failed, or cache blocks are held at idle.
     """
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.pressure", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

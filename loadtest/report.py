@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return one row per cell: plain tokens per second, then ratio and tokens per pass of every
-    other arm.
+    """Return one row per cell.
+
+    Plain tokens per second, then ratio and tokens per pass of every other arm.
     """
     arms = [arm for arm in result["options"]["arms"] if arm != "off"]
     head = ["prompts", "c", "acceptance of one draft", "off tok/s"]
@@ -61,8 +62,9 @@ def temperature_of(cell: dict[str, Any], result: dict[str, Any]) -> str:
 
 
 def rules_markdown(result: dict[str, Any]) -> str:
-    """Return one row per cell and rule: tokens per pass with interval, nodes per pass, ratio to
-    plain decoding.
+    """Return one row per cell and rule.
+
+    Tokens per pass with interval, nodes per pass, ratio to plain decoding.
     """
     head = ["prompts", "c", "rule", "drafts", "tokens/pass (95 % interval)", "nodes/pass", "vs off (95 % interval)"]
     rows = []
@@ -81,8 +83,9 @@ def rules_markdown(result: dict[str, Any]) -> str:
 
 
 def versions_markdown(result: dict[str, Any]) -> str:
-    """Return one row per cell and arm: tokens per second and reported speedup before and now, and
-    their ratio.
+    """Return one row per cell and arm, with tokens per second and reported speedup.
+
+    Before and now, and their ratio.
     """
     head = ["prompts", "c", "arm", "before tok/s", "now tok/s", "now over before (95 % interval)", "speedup reported"]
     rows = []

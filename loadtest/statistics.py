@@ -32,8 +32,9 @@ def median_of_ratios(numerators: Numbers, denominators: Numbers) -> Ratio:
 
 
 def interval(statistic: Callable[..., Any], *samples: Numbers) -> Ratio:
-    """Return a statistic of paired samples with its 95 % interval; `statistic` takes the samples
-    and their axis.
+    """Return a statistic of paired samples with its 95 % interval.
+
+    `statistic` takes the samples and their axis.
     """
     from scipy.stats import bootstrap  # slow to import
 

@@ -1,5 +1,6 @@
-"""Prompts: held-out dialogues (in the embedded pair's training domain) and held-out prose (outside
-it).
+"""Prompts: held-out dialogues and held-out prose.
+
+Dialogues are in the embedded pair's training domain, prose is outside it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ class Prompt:
 
 
 def load(task: str) -> list[Prompt]:
-    """Return the prompts of a task, or of a JSON-lines file with `messages`, `prompt` or `text` in
-    each record.
+    """Return the prompts of a task, or of a file of JSON lines.
+
+    Each record of a file has `messages`, `prompt` or `text`.
 
     The embedded tasks are read as package data, without importing the engine. Raises ValueError if
     a file cannot be read or a record has no prompt.
@@ -51,8 +53,9 @@ def _prompt(line: str, place: str) -> Prompt:
 
 
 def random_prompts(length: int, count: int, seed: int = 0) -> list[Prompt]:
-    """Return prompts of `length` random token ids that the embedded pair and the bench pair both
-    have.
+    """Return prompts of `length` random token ids.
+
+    The embedded pair and the bench pair both have these tokens.
     """
     generator = random.Random(seed)
     return [

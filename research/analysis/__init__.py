@@ -1,3 +1,4 @@
-"""`polydraft analyze`: what drafts are worth, without serving anything. A module per command,
-joined in `__main__`.
+"""`polydraft analyze`: what drafts are worth, without serving anything.
+
+A module per command, joined in `__main__`.
 """

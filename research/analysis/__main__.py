@@ -91,8 +91,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one analysis; return 0, 1 if a self-check failed or a model cannot be loaded, 2 for bad
-    input.
+    """Run one analysis.
+
+    Return 0, 1 if a self-check failed or a model cannot be loaded, 2 for bad input.
     """
     options = parser().parse_args(arguments)
     analysis = ANALYSES[options.command]

@@ -120,8 +120,9 @@ class Arm:
         return self.timing.speedup
 
     def answers(self, requests: Sequence[Request]) -> dict[str, list[int]]:
-        """Answer some requests to their end and return the tokens by request; no other request may
-        run. Steps are turns.
+        """Answer some requests to their end and return the tokens by request.
+
+        No other request may run. Steps are turns.
         """
         tokens: dict[str, list[int]] = {}
         for request in requests:
@@ -181,8 +182,9 @@ def make_arms(engine: Engine, names: Sequence[str], prices: Prices, load: Load) 
 
 
 class Durations(NamedTuple):
-    """Seconds of plain decoding in a cell, before its measured turns, and in a turn; other arms do
-    the same work.
+    """Seconds of plain decoding in a cell, before its measured turns, and in a turn.
+
+    Other arms do the same work.
     """
 
     cell_s: float

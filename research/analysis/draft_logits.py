@@ -21,8 +21,9 @@ def drafts_by_head(engine: Engine) -> bool:
 
 
 def draft_logits(engine: Engine, text: Sequence[int], first: int) -> Tensor:
-    """Return logits [N, V] after the tokens from `first` on; the target has computed the text, in
-    the first blocks.
+    """Return logits [N, V] after the tokens from `first` on.
+
+    The target has computed the text, in the first blocks.
     """
     blocks = tuple(range(-(-len(text) // engine.facts.block_size)))
     if drafts_by_head(engine):

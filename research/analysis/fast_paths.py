@@ -1,5 +1,6 @@
-"""Fast paths of an engine: which ones it uses, and steps with or without recordings. For sessions
-on a device.
+"""Fast paths of an engine: which ones it uses, and steps with or without recordings.
+
+For sessions on a device.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def _changed(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def steps_of(engine: Engine, is_recorded: bool = True) -> Iterator[list[bool]]:
-    """Let steps be recorded ones or not; yield whether each was. They have two requests at most,
-    which leaves room for 4x5.
+    """Let steps be recorded ones or not; yield whether each was.
+
+    They have two requests at most, which leaves room for 4x5.
     """
     limits, find = engine.scheduler.config, engine.recorded.find
     served: list[bool] = []

@@ -167,8 +167,9 @@ def _without_prefix(files: TokenizerFiles, text: str) -> str:
 
 
 def compare_roles(files: TokenizerFiles, reference: LlamaCppVocabulary) -> dict[str, Any]:
-    """Compare end tokens, added tokens, and the bytes of every token; `differences` names what
-    differs.
+    """Compare end tokens, added tokens, and the bytes of every token.
+
+    `differences` names what differs.
     """
     theirs = reference.facts()
     ours = {
@@ -271,8 +272,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze(options: argparse.Namespace) -> dict[str, Any]:
-    """Compare a file, and small vocabularies of all pre-tokenizers; raise ConfigError if llama.cpp
-    is missing.
+    """Compare a file, and small vocabularies of all pre-tokenizers.
+
+    Raise ConfigError if llama.cpp is missing.
     """
     if options.lines < 1 or options.small_lines < 1:
         raise ConfigError("--lines and --small-lines must be at least 1")

@@ -44,8 +44,10 @@ QWEN3_SAMPLING = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 
 class NotRecorded(Exception):
-    """An engine with recorded steps cannot be built. A failed recording can leave torch's allocator
-    unusable, so that an engine without recorded steps needs another process.
+    """An engine with recorded steps cannot be built.
+
+    A failed recording can leave torch's allocator unusable, so that an engine without recorded
+    steps needs another process.
     """
 
 

@@ -98,8 +98,9 @@ def engine_of(model: Any, cache_bytes: int) -> Engine:
 
 
 def check_engine(findings: SectionResults, name: str, engine: Engine, model: Any) -> None:
-    """Compare the logprobs of an engine's answers with a model's logprobs; the engine serves copies
-    of the model.
+    """Compare the logprobs of an engine's answers with a model's logprobs.
+
+    The engine serves copies of the model.
     """
     model.set_attn_implementation("eager")
     exact = model if model.dtype == torch.float32 else deepcopy(model).float()
@@ -143,8 +144,9 @@ def _requests(shape: str, vocabulary: int) -> Sequence[Request]:
 
 
 def _logprobs(model: Any, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-    """Return [N, V] logprobs of the tokens of all answers, one after the other; texts: prompts and
-    answers.
+    """Return [N, V] logprobs of the tokens of all answers, one after the other.
+
+    texts: prompts and answers.
     """
     found = []
     for prompt, answer in texts:

@@ -54,8 +54,9 @@ class SectionResults:
             self.show(f"FAILED: {otherwise}")
 
     def attempt(self, name: str, work: Callable[[], object]) -> bool:
-        """Do some work, and return whether it raised nothing; an exception is a failure, and the
-        section goes on.
+        """Do some work, and return whether it raised nothing.
+
+        An exception is a failure, and the section goes on.
         """
         try:
             work()

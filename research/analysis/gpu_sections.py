@@ -52,8 +52,9 @@ _DRY_LOADS = ((1, 40), (2, 40))
 
 
 def engine(options: argparse.Namespace, findings: SectionResults) -> None:
-    """Check that steps are exact; measure steps, distributions of the output, and speeds, each
-    shortly; profile a step.
+    """Check that steps are exact.
+
+    Measure steps, distributions of the output, and speeds, each shortly; profile a step.
     """
     device = torch.device(options.device)
     on_cuda = options.device == "cuda"
@@ -142,8 +143,9 @@ def record(options: argparse.Namespace, findings: SectionResults) -> None:
 
 
 def weights(options: argparse.Namespace, findings: SectionResults) -> None:
-    """Serve a pair with its own weights, fp8 and int4, from files as a daemon does; report the
-    probe's distance, the output's distribution and times.
+    """Serve a pair with its own weights, fp8 and int4, from files as a daemon does.
+
+    Report the probe's distance, the output's distribution and times.
     """
     on_cuda = options.device == "cuda"
     speculation = SpeculationConfig(rule="block", num_drafts=1, draft_length=5, observed_share=0.0)

@@ -1,7 +1,8 @@
-"""`make gpu-check`: 23 minutes on a CUDA device, in three parts. The first finds the most in at
-most ten minutes: an engine (does it run, is it exact, tokens per second), every kernel,
-transformers' `generate`, tests. The others: speeds for the record, and quantised weights (which
-need torchao).
+"""`make gpu-check`: 23 minutes on a CUDA device, in three parts.
+
+The first finds the most in at most ten minutes: an engine (does it run, is it exact, tokens per
+second), every kernel, transformers' `generate`, tests. The others: speeds for the record, and
+quantised weights (which need torchao).
 
 Every section runs in a separate process with a time limit. Facts are printed and written as soon as
 they are known, so a section that hangs, crashes or exceeds its limit leaves its results so far. A
@@ -69,8 +70,9 @@ PARTS: dict[int, Sequence[Section]] = {
 
 
 def run_section(section: Section, setting: dict[str, Any], folder: Path, log: Path) -> dict[str, Any]:
-    """Run a section to its end or its time limit; its errors are appended to the log, its results
-    are returned.
+    """Run a section to its end or its time limit.
+
+    Its errors are appended to the log, its results are returned.
 
     setting: values of the arguments of all sections (`gpu_results.add_setting`), by name.
     """

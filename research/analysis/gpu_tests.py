@@ -72,8 +72,9 @@ def outcomes(output: str) -> dict[str, Any]:
 
 
 def run_files(files: Sequence[str], findings: SectionResults, limit_s: float, root: Path = _ROOT) -> None:
-    """Run the tests of files of a checkout; a test that fails, and a file without passed tests, are
-    failures.
+    """Run the tests of files of a checkout.
+
+    A test that fails, and a file without passed tests, are failures.
     """
     deadline = time.monotonic() + limit_s
     found: dict[str, Any] = {}

@@ -1,5 +1,6 @@
-"""llama.cpp's own tokenizer of a GGUF file, as the reference. Optional: needs llama-cpp-python. Not
-for: decoding.
+"""llama.cpp's own tokenizer of a GGUF file, as the reference.
+
+Optional: needs llama-cpp-python. Not for: decoding.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ class LlamaCppVocabulary:
     """Vocabulary of a file, loaded without weights."""
 
     def __init__(self, path: Path) -> None:
-        """Load a vocabulary; raises ConfigError if llama-cpp-python is missing, or does not load
-        it.
+        """Load a vocabulary.
+
+        Raises ConfigError if llama-cpp-python is missing, or does not load it.
         """
         try:
             import llama_cpp

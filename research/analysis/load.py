@@ -97,8 +97,9 @@ class Load:
         return max(map(len, self.prompts)) + self.longest_answer
 
     def requests(self, speculation: Speculation, seed_stable: bool = False) -> Iterator[Request]:
-        """Yield requests indefinitely; they are the same for all arms, except for the
-        speculation.
+        """Yield requests indefinitely.
+
+        They are the same for all arms, except for the speculation.
         """
         number = 0
         while True:
@@ -123,8 +124,9 @@ LOAD_NAMES = ("prompts", "prompt_length", "tokens", "temperature", "top_k", "top
 
 
 def add_load_arguments(parser: argparse.ArgumentParser, num_tokens: int, several: bool = False) -> None:
-    """Add the arguments of the requests (`LOAD_NAMES`); several: whether they may have several
-    kinds of prompts.
+    """Add the arguments of the requests (`LOAD_NAMES`).
+
+    several: whether they may have several kinds of prompts.
     """
     if several:
         parser.add_argument("--prompts", action="append", help=f"{_PROMPTS_HELP}; may be repeated")

@@ -55,8 +55,9 @@ def names_of(options: argparse.Namespace) -> tuple[str, str]:
 
 
 def models_of(options: argparse.Namespace) -> tuple[str, str | None]:
-    """Return (target, draft), GGUF files as folders; the draft is None if only a target is
-    named.
+    """Return (target, draft), GGUF files as folders.
+
+    The draft is None if only a target is named.
     """
     if options.target is None and options.draft is not None:
         raise ConfigError(_BOTH)

@@ -86,8 +86,9 @@ def print_report(report: Sequence[dict[str, Any]], content: dict[str, Any], conc
 
 
 def save_plots(report: Sequence[dict[str, Any]], content: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw acceptance by drafts, tokens per pass by drafts, and expected speedup by requests;
-    return the PNG files.
+    """Draw acceptance by drafts, tokens per pass by drafts, and expected speedup by requests.
+
+    Return the PNG files.
     """
     if not can_draw():
         return []

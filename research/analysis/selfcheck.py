@@ -43,8 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze(options: argparse.Namespace) -> dict[str, Any]:
-    """Check every rule, and the power of the test; `passed`: every rule passed and the biased one
-    was detected.
+    """Check every rule, and the power of the test.
+
+    `passed`: every rule passed and the biased one was detected.
     """
     engine = load_pair(options, options.concurrency, max(4, options.num_drafts), max(2, options.draft_length))
     settings = settings_of(options.num_drafts, options.draft_length, engine.facts)

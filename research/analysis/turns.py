@@ -63,8 +63,9 @@ def works(turns: Sequence[Turn], prompt_weight: float) -> Any:
 
 
 def beside_best(arms: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare adaptive with the fastest fixed shape (or plain decoding); [turns, 2] of every arm
-    (`works`).
+    """Compare adaptive with the fastest fixed shape (or plain decoding).
+
+    [turns, 2] of every arm (`works`).
 
     The fastest shape of each half of the time is determined in the other half. This removes the
     bias of choosing the largest of several noisy rates; if several are close, another one than the
@@ -146,8 +147,9 @@ def chart(result: dict[str, Any], file: Path) -> None:
 
 
 def _reported(arm: dict[str, Any]) -> str:
-    """Return what an arm's answers report; empty if no step had an estimate of a plain step's
-    time.
+    """Return what an arm's answers report.
+
+    Empty if no step had an estimate of a plain step's time.
     """
     speedup = arm["reported_speedup"]
     return "-" if speedup is None else f"{speedup:.2f}x"

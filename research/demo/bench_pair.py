@@ -182,8 +182,9 @@ def write(
     positions: int,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """Write target and draft with tokenizers into `folder`; return their description, as written to
-    pair.json.
+    """Write target and draft with tokenizers into `folder`.
+
+    Return their description, as written to pair.json.
     """
     target, draft, about = make(size, draft_size, vocabulary, agreement, positions, dtype=dtype)
     for name, model in (("target", target), ("draft", draft)):

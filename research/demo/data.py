@@ -96,8 +96,9 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenized documents, one after another; document ``i`` is ``tokens[offsets[i]:offsets[i +
-    1]]``.
+    """Tokenized documents, one after another.
+
+    Document ``i`` is ``tokens[offsets[i]:offsets[i + 1]]``.
     """
 
     tokens: npt.NDArray[np.uint16]
@@ -129,8 +130,9 @@ class Corpus:
     def pack(
         self, repeats: Mapping[str, int], row_length: int, generator: np.random.Generator
     ) -> npt.NDArray[np.uint16]:
-        """One shuffled pass over the documents, cut into rows; a source appears ``repeats[source]``
-        times.
+        """One shuffled pass over the documents, cut into rows.
+
+        A source appears ``repeats[source]`` times.
         """
         order = np.concatenate([np.tile(self.indices(source), count) for source, count in repeats.items()])
         generator.shuffle(order)
@@ -187,8 +189,9 @@ def gsm8k_messages(record: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def merge_turns(turns: Sequence[Sequence[str]]) -> tuple[Message, ...]:
-    """Turns as messages that start with the user and alternate; neighbours of one role are
-    merged.
+    """Turns as messages that start with the user and alternate.
+
+    Neighbours of one role are merged.
     """
     messages: list[Message] = []
     for role, content in turns:

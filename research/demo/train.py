@@ -85,8 +85,9 @@ class Progress:
 
 
 def packed_batches(corpus: Corpus, schedule: Schedule, device: torch.device) -> Iterator[Tensor]:
-    """Endless batches of packed rows, reshuffled on every pass; dialogues come ``dialogue_repeats``
-    times.
+    """Endless batches of packed rows, reshuffled on every pass.
+
+    Dialogues come ``dialogue_repeats`` times.
 
     Raises ValueError where the text does not fill one batch.
     """
@@ -249,8 +250,9 @@ def continued(
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, weights: Tensor, tv_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(target || draft) mixed with the total variation distance; also the mean acceptance, 1 -
-    TV.
+    """KL(target || draft) mixed with the total variation distance.
+
+    Also the mean acceptance, 1 - TV.
 
     The total variation is one minus the probability that speculative sampling accepts a drafted
     token. The share of KL that always stays keeps some mass on the target's less likely tokens.

@@ -88,8 +88,9 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 
 def complete(options: argparse.Namespace) -> None:
-    """Fill in defaults that depend on other options; raise ConfigError for values that no run can
-    have.
+    """Fill in defaults that depend on other options.
+
+    Raise ConfigError for values that no run can have.
     """
     for name in _POSITIVE:
         if getattr(options, name) is not None and getattr(options, name) <= 0:

@@ -95,8 +95,9 @@ def fitting(seconds: float, speeds: Speeds, present: Present, num_checkpoints: i
 
 
 def to_dict(speeds: Speeds, estimated: Estimate) -> dict[str, Any]:
-    """Return speeds and estimate as they are reported; the speed of a part that is not needed is
-    left out.
+    """Return speeds and estimate as they are reported.
+
+    The speed of a part that is not needed is left out.
     """
     rounded = {name: round(value, 1) for name, value in asdict(speeds).items() if isfinite(value)}
     return {"speeds": rounded, "estimate": {name: round(value) for name, value in asdict(estimated).items()}}

@@ -41,15 +41,17 @@ class FileDialogue(NamedTuple):
 
 
 def read_dialogues(file: Path) -> list[FileDialogue]:
-    """Return the conversations of a file; raise ConfigError if it cannot be read, or if a line has
-    none.
+    """Return the conversations of a file.
+
+    Raise ConfigError if it cannot be read, or if a line has none.
     """
     return [dialogue for _, dialogue in read_records(file)]
 
 
 def read_records(file: Path) -> list[tuple[dict[str, Any], FileDialogue]]:
-    """Return the lines of a file with their conversations; raise ConfigError as `read_dialogues`
-    does.
+    """Return the lines of a file with their conversations.
+
+    Raise ConfigError as `read_dialogues` does.
     """
     try:
         lines = file.read_text(encoding="utf8").split("\n")
@@ -102,8 +104,9 @@ class ChatTokens:
         return ids
 
     def message_tokens(self, messages: Sequence[Message], begins_answer: bool = False) -> list[int]:
-        """Return the tokens of a conversation, with those that begin an answer or without; raise
-        ConfigError.
+        """Return the tokens of a conversation, with those that begin an answer or without.
+
+        Raise ConfigError.
         """
         if not self.tokenizer.chat_template:
             raise ConfigError(f"{self._folder}: has no chat template; give texts as `text`, without roles")

@@ -35,8 +35,9 @@ class StateFit(NamedTuple):
 
 
 def fit_states(rows: TextRows, embedding_VD: Tensor) -> StateFit:
-    """Fit the prediction on texts. The last tap of the rows is the state that leaves the target's
-    last layer.
+    """Fit the prediction on texts.
+
+    The last tap of the rows is the state that leaves the target's last layer.
     """
     width = embedding_VD.shape[1]
     is_token = torch.arange(rows.token_ids_RL.shape[1]) < rows.lengths_R[:, None]
@@ -64,8 +65,9 @@ def _normalised(state: Tensor) -> Tensor:
 
 
 def first_eagle_layer(weights: dict[str, Tensor], fit: StateFit, layers: Any) -> dict[str, Tensor]:
-    """Return the weights of a head of one layer that predicts by a fit. layers: transformers config
-    of the head's.
+    """Return the weights of a head of one layer that predicts by a fit.
+
+    layers: transformers config of the head's.
     """
     attention, width = "layers.0.self_attn.", len(fit.constant_D)
     change_DX = torch.cat([fit.embedding_weight_DD, fit.state_weight_DD - torch.eye(width)], 1)

@@ -103,8 +103,9 @@ def write_config(shape: HeadShape, target: Target) -> dict[str, Any]:
 
 
 def checked_config(shape: HeadShape, target: Target) -> HeadConfig:
-    """Return the configuration of a new head; raise ConfigError for targets that no head is trained
-    for.
+    """Return the configuration of a new head.
+
+    Raise ConfigError for targets that no head is trained for.
     """
     if not hasattr(target.config, "intermediate_size"):
         raise ConfigError(f"{target.name}: a {target.config.model_type} without intermediate_size; not trained for yet")
@@ -165,8 +166,9 @@ def tokens_of(weights: dict[str, Tensor]) -> Tensor | None:
 
 
 def take_weights(head: Head, weights: dict[str, Tensor], folder: Path) -> None:
-    """Give a head the weights of an earlier head; raise ConfigError if the earlier one has other
-    weights.
+    """Give a head the weights of an earlier head.
+
+    Raise ConfigError if the earlier one has other weights.
     """
     try:
         head.load_state_dict(weights)

@@ -89,8 +89,9 @@ class Losses:
 
 
 def distillation_loss(student_NV: Tensor, teacher: Teacher, tv_weight: float) -> tuple[Tensor, Tensor]:
-    """KL(target || draft) mixed with the total variation distance; also the mean acceptance, 1 -
-    TV.
+    """KL(target || draft) mixed with the total variation distance.
+
+    Also the mean acceptance, 1 - TV.
 
     The total variation is one minus the probability that speculative sampling accepts a drafted
     token. The share of KL that always stays keeps some mass on the target's less likely tokens.

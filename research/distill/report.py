@@ -25,8 +25,9 @@ Prompts = Sequence[tuple[int, ...]]
 
 
 def read_report_prompts(file: Path, target: str, length: int) -> dict[str, Prompts]:
-    """Return the last tokens of the prompts of a file, by their `task` if lines have one; raise
-    ConfigError.
+    """Return the last tokens of the prompts of a file, by their `task` if lines have one.
+
+    Raise ConfigError.
     """
     chat = ChatTokens(target, ())
     prompts_by_task: dict[str, list[tuple[int, ...]]] = {}
@@ -46,8 +47,9 @@ def _prompt_tokens(chat: ChatTokens, dialogue: FileDialogue) -> list[int]:
 def served_acceptance(
     pair: argparse.Namespace, prompts: Mapping[str, Prompts], draft_length: int, tokens: int
 ) -> dict[str, Any]:
-    """Answer prompts of tasks with one drafted chain and without, at some temperatures. pair: as of
-    `load_pair`.
+    """Answer prompts of tasks with one drafted chain and without, at some temperatures.
+
+    pair: as of `load_pair`.
     """
     engine = load_pair(pair, _CONCURRENCY, 1, draft_length)
     room = engine.facts.max_model_len - tokens - draft_length - 1

@@ -145,8 +145,9 @@ class Run:
         return self._prompts[int(order[place])]
 
     def _plan(self, sampler: Sampler, start_s: float) -> tuple[Amount, dict[str, Any]]:
-        """Return how much is trained on, and what was estimated; an interrupted run has stored
-        both.
+        """Return how much is trained on, and what was estimated.
+
+        An interrupted run has stored both.
         """
         options, file = self._options, self._output / "plan.json"
         asked = {name: getattr(options, name) for name in ("hours", "tokens", "epochs")}

@@ -77,8 +77,9 @@ class Target:
 
     @torch.inference_mode()
     def observe(self, token_ids_BT: Tensor) -> Observed:
-        """One pass over whole texts; shorter ones are filled up at their ends, which no other token
-        sees.
+        """One pass over whole texts.
+
+        Shorter ones are filled up at their ends, which no other token sees.
         """
         states: dict[int, Tensor] = {}
         with observing(self.model, (*self.taps, NORMED), states.__setitem__):

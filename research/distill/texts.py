@@ -113,8 +113,9 @@ class Texts:
             self.add(GIVEN, number, batch)
 
     def sample(self, texts_of: Callable[[int], Sequence[LearnedText]], num_tokens: int, bar: tqdm[Any]) -> None:
-        """Sample the batches that are missing up to a number of tokens in all texts. texts_of:
-        samples a batch.
+        """Sample the batches that are missing up to a number of tokens in all texts.
+
+        texts_of: samples a batch.
         """
         total = 0
         for file in self._in_turns():

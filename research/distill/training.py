@@ -147,8 +147,9 @@ class Training:
         self.losses.append(losses.loss.item())
 
     def _numbers(self, step: int) -> Sequence[int]:
-        """The texts of a step, which have similar lengths; an epoch has all texts that are trained
-        on once.
+        """The texts of a step, which have similar lengths.
+
+        An epoch has all texts that are trained on once.
         """
         size, num_steps = self.schedule.batch_size, self.num_steps // self.schedule.epochs
         epoch, place = divmod(step, num_steps)
@@ -162,8 +163,9 @@ class Training:
         return self._orders[epoch][place].tolist()  # type: ignore[no-any-return]
 
     def _losses(self, numbers: Sequence[int], share: float, is_whole: bool = False) -> Losses:
-        """Losses of some texts; share, is_whole: see `TrainingPlan.variation_share` and
-        `TextBatch`.
+        """Losses of some texts.
+
+        Share, is_whole: see `TrainingPlan.variation_share` and `TextBatch`.
         """
         rows = self.states.rows([self._trained[number] for number in numbers])
         batch = TextBatch.of(rows, self.head.device, is_whole)

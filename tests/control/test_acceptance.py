@@ -31,8 +31,9 @@ def test_more_chains_accept_more() -> None:
 
 
 def test_estimates_move_from_the_prior_to_what_was_seen() -> None:
-    """Three steps of 16 chains: 3 of 3 first positions are accepted, 1 of 3 second ones, and 0 of 2
-    third ones.
+    """Three steps of 16 chains, in which each position is accepted less often.
+
+    3 of 3 first positions, 1 of 3 second ones, 0 of 2 third ones.
     """
     acceptance = Acceptance(3)
     for observation in ((16, 3, 1), (16, 3, 1), (16, 2, 2)):

@@ -1,5 +1,6 @@
-"""The controller on simulated machines: never slower than plain decoding, near the best shape, for
-any load.
+"""The controller on simulated machines, for any load.
+
+It is never slower than plain decoding, and near the best shape.
 """
 
 from __future__ import annotations
@@ -109,8 +110,9 @@ def test_many_requests_draft_less_than_few() -> None:
 
 @pytest.mark.parametrize("compares_neighbours", [True, False])
 def test_a_machine_whose_speed_changes_keeps_its_best_shape(compares_neighbours: bool) -> None:
-    """All steps take three times as long from some time on. The wrong variant compares with plain
-    steps as they were at first.
+    """All steps take three times as long from some time on.
+
+    The wrong variant compares with plain steps as they were at first.
     """
 
     def as_at_first(observe: Callable[..., None], bucket: Bucket, drafts: Fanout, load: float, *more: float) -> None:
@@ -193,9 +195,7 @@ def test_free_nodes_are_drafted_and_dear_ones_are_not() -> None:
 
 
 def test_reading_the_prompts_is_a_part_of_what_drafting_costs() -> None:
-    """Enough is gained for long answers, but not where every answer begins with a long prompt to be
-    read.
-    """
+    """Enough is gained for long answers, but not if long prompts have to be read for each."""
     for num_prompt, num_emitted, drafts in ((0, 20, True), (400, 20, False), (400, 4000, True)):
         controller = controller_of(row_s=0.004, read_s=0.0003)
         assert controller.reads, "nothing is known yet"

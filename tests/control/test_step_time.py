@@ -1,5 +1,6 @@
-"""Measured times of steps: the costs of drafts are ratios of neighbouring steps, and plain times
-are unknown before plain steps were measured.
+"""Measured times of steps: the costs of drafts are ratios of neighbouring steps.
+
+Plain times are unknown before plain steps were measured.
 """
 
 from __future__ import annotations
@@ -125,8 +126,9 @@ def test_plain_times_follow_the_speed_of_the_machine(rows: int) -> None:
 
 
 def test_short_runs_of_another_arm_say_nothing() -> None:
-    """Each answer ends with a step without drafts, whose caches are cold: here it takes five times
-    as long.
+    """Each answer ends with a step without drafts, whose caches are cold.
+
+    Here it takes five times as long.
     """
     served = Served()
     served.run(())
@@ -139,8 +141,9 @@ def test_short_runs_of_another_arm_say_nothing() -> None:
 
 
 def test_a_block_that_ends_early_is_compared() -> None:
-    """The ends of answers and requests that come take steps of it. Here steps are short, so a whole
-    block has 32.
+    """The ends of answers and requests that come take steps of it.
+
+    Here steps are short, so a whole block has 32.
     """
     served = Served(base_s=1e-5, row_s=1e-6, node_s=1e-6, pass_s=1e-6)
     served.run(())

@@ -16,8 +16,9 @@ from tests.wrong import instead
 
 @pytest.mark.parametrize("num_prompts", [None, 3])
 def test_no_answer_is_counted_twice(num_prompts: int | None) -> None:
-    """Every repeat has separate prompts, or other seeds if there are too few; its arms have the
-    same.
+    """Every repeat has separate prompts, or other seeds if there are too few.
+
+    Its arms have the same.
     """
     options = bench.BenchOptions(
         tasks=["dialogues"],

@@ -15,8 +15,9 @@ from tests.wrong import instead
 
 
 def test_a_rate_counts_what_came_while_all_requests_were_open() -> None:
-    """Two workers, answers of 2, 7 and 2 tokens: when the two short ones have ended, three of the
-    long one.
+    """Two workers, answers of 2, 7 and 2 tokens.
+
+    When the two short answers have ended, three tokens of the long one are there.
     """
 
     async def stream_one(_: Any, _http: Any, _path: str, body: Any, receive: Callable[[int], None]) -> Sample:
@@ -72,8 +73,9 @@ async def answer(transport: httpx.MockTransport) -> tuple[Sample, list[int]]:
 
 
 def test_tokens_are_counted_as_they_come() -> None:
-    """The usage counts all tokens so far; some frames have several, the last none and the
-    metrics.
+    """The usage counts all tokens so far.
+
+    Some frames have several, the last none and the metrics.
     """
     frames = [
         {"choices": [{"text": "a"}], "usage": {"completion_tokens": 2}},

@@ -16,8 +16,9 @@ ARMS = ["bv_race:4x3", "bv_race:2x3", "block:1x3", "block:1x5", "traversal:2.2"]
 
 @pytest.fixture
 def result() -> dict[str, Any]:
-    """Return dialogues and two lengths of random prompts, one and four at once; every number
-    identifies its place.
+    """Return dialogues and two lengths of random prompts, one and four at once.
+
+    Every number identifies its place.
     """
     arms = arms_of(ARMS, 4, 5)
     cells = []

@@ -1,5 +1,6 @@
-"""Quantities of whole blocks, and of lossy rules, that need no sampling: lengths, bounds,
-rejections. float64, numpy.
+"""Quantities of whole blocks, and of lossy rules: lengths, bounds, rejections.
+
+They need no sampling. float64, numpy.
 
 Notation as in `engine.speculation.theory`, which covers a single position.
 """
@@ -22,8 +23,9 @@ Verification = Literal["token", "block", "greedy"]
 def expected_block_length(
     log_target_BL: Law, log_draft_BL: Law, num_drafts: int, verification: Verification = "block"
 ) -> Law:
-    """[B] expected accepted length along sampled target paths: sum_i 1 - (1 - u_i)^K; u_i is a
-    share of the paths.
+    """[B] expected accepted length along sampled target paths: sum_i 1 - (1 - u_i)^K.
+
+    U_i is a share of the paths.
 
     The arguments are log p and log q of the path's tokens; the mean over paths drawn from the
     target is E[tau]. With the ratios r_i = q_i / p_i and R_i = r_1 ... r_i, u_i is, by
@@ -44,8 +46,9 @@ def expected_block_length(
 
 
 def race_acceptance(ratio_BL: Law, fanout: Sequence[int]) -> Law:
-    """Return [B, L] the probability that the score race accepts the first 1, ..., L tokens of
-    target paths.
+    """Return [B, L] the probability that the score race accepts the first 1, ..., L tokens.
+
+    Of target paths.
 
     ratio_BL: q/p of each token of the path, 0 where none is drafted. fanout: independent children
     of every node by depth. A node's race is won below t with probability F(t) = 1 - (1 - t)^n if
@@ -62,8 +65,9 @@ def race_acceptance(ratio_BL: Law, fanout: Sequence[int]) -> Law:
 
 
 def _levels(laws: Laws, vocabulary: int, length: int) -> Iterator[Law]:
-    """Return [N, 2] by depth: joint probabilities of every block of that length under target and
-    draft.
+    """Return [N, 2] by depth: joint probabilities of every block of that length.
+
+    Under the target and under the draft model.
     """
     joint: dict[tuple[int, ...], tuple[float, float]] = {(): (1.0, 1.0)}
     for _ in range(length):
@@ -77,8 +81,9 @@ def _levels(laws: Laws, vocabulary: int, length: int) -> Iterator[Law]:
 
 
 def block_length_bound(laws: Laws, vocabulary: int, length: int, num_drafts: int) -> float:
-    """Return an upper bound of the expected accepted length of K i.i.d. chains: the sum over i of
-    alpha* of blocks of i tokens.
+    """Return an upper bound of the expected accepted length of K i.i.d.
+
+    chains: the sum over i of alpha* of blocks of i tokens.
 
     No rule can accept more of the first i tokens than an optimal one for i-token blocks; for K > 1
     the sum is not attainable in general. Enumerates all blocks: small vocabularies.
@@ -87,8 +92,9 @@ def block_length_bound(laws: Laws, vocabulary: int, length: int, num_drafts: int
 
 
 def selected_block_bound(laws: Laws, vocabulary: int, length: int, num_drafts: int) -> float:
-    """Return SpecTr-GBV's expected accepted length; `spectr_gbv` reaches at least this for a first
-    block.
+    """Return SpecTr-GBV's expected accepted length.
+
+    `spectr_gbv` reaches at least this for a first block.
 
     sum_v P_v (1 - (1 - min(1, Q_v/P_v))^K), by enumeration of all blocks.
     """
@@ -100,23 +106,23 @@ def selected_block_bound(laws: Laws, vocabulary: int, length: int, num_drafts: i
 
 
 def over_acceptance(p: Law, q: Law, epsilon: float) -> Law:
-    """Return the acceptance b(x) = min(1, (p + epsilon)/q) (Yin et al. 2024, section on the
-    rejection-bias trade-off).
+    """Return the acceptance b(x) = min(1, (p + epsilon)/q) (Yin et al.
+
+    2024, section on the rejection-bias trade-off).
     """
     accept: Law = np.minimum(1.0, np.divide(p + epsilon, q, out=np.ones_like(p), where=q > 0))
     return accept
 
 
 def smallest_bias(p: Law, q: Law, accept: Law) -> float:
-    """Return the least TV from p of any residual, if drafts are accepted with probability `accept`
-    (Theorem 4).
-    """
+    """Return the least TV from p of any residual, with acceptance `accept` (Theorem 4)."""
     return float((accept * q - p).clip(min=0).sum())
 
 
 def pareto_bias(p: Law, q: Law, rejection: float) -> float:
-    """Return the least TV from p at a given rejection probability: max(0, TV(p, q) - rejection)
-    (Theorem 5).
+    """Return the least TV from p at a given rejection probability (Theorem 5).
+
+    It is max(0, TV(p, q) - rejection).
     """
     return max(0.0, 1 - accept_token(p, q, 1) - rejection)
 
@@ -124,8 +130,9 @@ def pareto_bias(p: Law, q: Law, rejection: float) -> float:
 def expected_rejections(
     laws: Laws, horizon: int, batch: int = 1, merged: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
 ) -> float:
-    """Return the expected rejections over `horizon` tokens, drafts to the horizon, no bonus token
-    (Yin et al., Theorems 1 and 3).
+    """Return the expected rejections over `horizon` tokens (Yin et al., Theorems 1 and 3).
+
+    Drafts reach to the horizon, and there is no bonus token.
 
     batch: M chains, of which the first position after a rejection tries all by recursive rejection,
     and the rest goes on with the accepted one. With M = 1: sum_n E_{x~p} TV(p_n, q_n). For M > 1,
@@ -163,8 +170,9 @@ def expected_rejections(
 
 
 def decoding_law(p: Law, q: Law, accept: Law, residual: str = "optimal") -> Law:
-    """Return the law of the emitted token if drafts are accepted with probability `accept`
-    (Decoding-OPT and -UNO).
+    """Return the law of the emitted token with acceptance `accept`.
+
+    Decoding-OPT and -UNO.
 
     residual: `optimal`, norm (p - accept q)+ (Theorem 4), or `target`, p itself.
     """
@@ -181,8 +189,9 @@ def decoding_law(p: Law, q: Law, accept: Law, residual: str = "optimal") -> Law:
 
 
 def pareto_front(p: Law, q: Law, epsilons: Sequence[float]) -> list[tuple[float, float]]:
-    """Return (rejection probability, least bias) of over-acceptance by each epsilon; all on Theorem
-    5's line.
+    """Return (rejection probability, least bias) of over-acceptance by each epsilon.
+
+    All on Theorem 5's line.
     """
     points = []
     for epsilon in epsilons:

@@ -1,5 +1,6 @@
-"""Exact laws of one step by enumeration: every drafted path, every outcome, no sampling. Small
-vocabularies.
+"""Exact laws of one step by enumeration: every drafted path, every outcome, no sampling.
+
+Small vocabularies.
 
 Built on the quantities that the rules themselves compute (acceptance, residual, score interval,
 weights), so that an error in them shows as a wrong law. Used by the exactness tests and by
@@ -44,8 +45,9 @@ Rows = Mapping[Path, npt.ArrayLike]
 
 @dataclass(frozen=True)
 class RuleOutcome:
-    """One possible result of a step: the accepted tokens, the token after them, and its
-    probability.
+    """One possible result of a step.
+
+    The accepted tokens, the token after them, and its probability.
     """
 
     accepted: Path
@@ -160,8 +162,9 @@ def _normalised(weights: Tensor) -> Tensor:
 
 
 def block_outcomes(every: EveryChain, residual_weight_CL1: Tensor | None = None) -> list[RuleOutcome]:
-    """Enumerate block verification of one chain; `residual_weight_CL1` replaces the residual's
-    weights (for wrong variants).
+    """Enumerate block verification of one chain.
+
+    `residual_weight_CL1` replaces the residual's weights (for wrong variants).
     """
     chains, target, model = every.chains, every.target, every.model
     known = blocks(chains, target)
@@ -237,8 +240,9 @@ def _distribution(outcomes: Sequence[RuleOutcome], at: Law) -> Law:
 
 
 def greedy_block_outcomes(every: EveryChain, num_chains: int = 1) -> list[RuleOutcome]:
-    """Enumerate greedy block verification of one chain, or of the one the score race selects among
-    several.
+    """Enumerate greedy block verification of one chain.
+
+    Of several chains, it is the one that the score race selects.
     """
     selected: dict[Path, float] = {path: joint(every.model.draft, path) for path in every.paths}
     if num_chains > 1:
@@ -261,8 +265,9 @@ def greedy_block_outcomes(every: EveryChain, num_chains: int = 1) -> list[RuleOu
 def _greedy_ends(
     every: EveryChain, known: GreedyBlocks, count_C: Tensor, tau: int
 ) -> Iterator[tuple[int, Tensor, list[tuple[TargetShift, ...]]]]:
-    """Return (next token, its law by chain, the resulting shifts by chain) after `tau` accepted
-    tokens.
+    """Return (next token, its law, the resulting shifts) after `tau` accepted tokens.
+
+    Laws and shifts are by chain.
     """
     tau_C = every.depth(tau)
     selection = selection_at(every.chains, every.target, known, count_C, tau_C)
@@ -321,8 +326,9 @@ def drafted_trees(model: TabularModel, fanout: Sequence[int], method: str) -> li
 
 
 def traversal_outcomes(model: TabularModel, fanout: Sequence[int], method: str) -> list[RuleOutcome]:
-    """Enumerate traversal verification of every tree; all trees are walked at once to the root, and
-    nothing is drawn.
+    """Enumerate traversal verification of every tree.
+
+    All trees are walked at once to the root, and nothing is drawn.
     """
     trees = drafted_trees(model, fanout, method)
     leaves = [leaf for _, tree in trees for leaf in tree]
@@ -346,8 +352,9 @@ def traversal_outcomes(model: TabularModel, fanout: Sequence[int], method: str) 
 
 
 def rule_outcomes(name: str, model: TabularModel, fanout: Sequence[int], method: str) -> list[RuleOutcome]:
-    """Enumerate one step of a rule of RULES on a tree (or chains) drawn by a method; includes the
-    changes of later laws by shifts.
+    """Enumerate one step of a rule of RULES on a tree (or chains) drawn by a method.
+
+    Includes the changes of later laws by shifts.
     """
     verify = RULES[name].verify
     if isinstance(verify, TopDown):

@@ -1,5 +1,6 @@
-"""Exact laws at one node by enumeration: the drafts of its children, and the token that a rule
-emits given them.
+"""Exact laws at one node by enumeration.
+
+Of the drafts of its children, and of the token that a rule emits given them.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ _MOST_TUPLES, _TUPLES_AT_ONCE = 200_000, 4096
 
 
 def draft_tuples(method: str, q: Law, count: int) -> Tuples:
-    """Return the joint law of `count` children of one node; shorter tuples if the support is
-    smaller.
+    """Return the joint law of `count` children of one node.
+
+    Shorter tuples if the support is smaller.
     """
     support = np.flatnonzero(q > 0).tolist()
     if method == MOST_LIKELY:
@@ -52,8 +54,9 @@ def draft_tuples(method: str, q: Law, count: int) -> Tuples:
 
 
 def conditional_laws(rule: NodeRule, p: npt.ArrayLike, q: npt.ArrayLike, drafts: Tuples, width: int) -> Law:
-    """Return [tuples, V] the rule's law of the emitted token for every tuple of drafts, in one
-    batch.
+    """Return [tuples, V] the rule's law of the emitted token for every tuple of drafts.
+
+    In one batch.
     """
     drafted = torch.zeros((len(drafts), width), dtype=torch.int64)
     present = torch.zeros((len(drafts), width), dtype=torch.bool)
@@ -66,8 +69,9 @@ def conditional_laws(rule: NodeRule, p: npt.ArrayLike, q: npt.ArrayLike, drafts:
 
 
 def enumerated_acceptance(rule: NodeRule, method: str, p: Law, q: Law, count: int) -> float | None:
-    """Return the probability that the emitted token is one of `count` drafts; None if there are too
-    many tuples.
+    """Return the probability that the emitted token is one of `count` drafts.
+
+    None if there are too many tuples.
     """
     support = int(np.count_nonzero(q))
     if support ** min(count, support) > _MOST_TUPLES:

@@ -37,8 +37,9 @@ _CONTEXT = 128
 
 
 def measure(pair: ServedPair, grid: BlocksGrid, progress: Progress) -> dict[str, Any]:
-    """Return a cell per task, temperature and shape; the pooled ones; times; and a test of each
-    rule's output distribution.
+    """Return a cell per task, temperature and shape.
+
+    The pooled ones; times; and a test of each rule's output distribution.
     """
     wanted = grid.shapes()
     cells = []

@@ -61,8 +61,9 @@ def measure(
 def recorded(
     pair: ServedPair, grid: RacesGrid, prompts: Sequence[tuple[int, ...]], positions: int, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Return expected tokens per pass on the distributions along the target's texts; intervals over
-    texts or positions.
+    """Return expected tokens per pass on the distributions along the target's texts.
+
+    Intervals over texts or positions.
     """
     rows = []
     for temperature in grid.temperatures:
@@ -93,8 +94,9 @@ def recorded(
 
 
 def _row(shape: SpeculationSetup, temperature: float, lengths: Sequence[tuple[float, int]]) -> dict[str, Any]:
-    """Return a row of the table; lengths: (sum of expected accepted tokens, passes) of each text or
-    position.
+    """Return a row of the table.
+
+    lengths: (sum of expected accepted tokens, passes) of each text or position.
     """
     found = ratio_of_sums([kept + passes for kept, passes in lengths], [passes for _, passes in lengths])
     row = {"temperature": temperature, "rule": shape.rule, "size": shape.size}

@@ -57,8 +57,9 @@ def arms_of(engine: Engine, load: Load) -> dict[str, Arm]:
 
 @pytest.mark.slow
 def test_arms_do_not_touch_each_others_blocks() -> None:
-    """An arm answers as it does alone, whichever arms run in between (greedy, so that all answers
-    are equal).
+    """An arm answers as it does alone, whichever arms run in between.
+
+    At temperature 0, so that all answers are equal.
     """
     load = Load([tuple(prompt) for prompt in tiny.prompts(101, [9, 30, 17])], 12, 0.0)
     arms = arms_of(engine_of(), load)
@@ -114,8 +115,9 @@ def test_a_ratio_is_of_rates_and_its_interval_of_parts() -> None:
 
 
 def test_turns_without_a_step_leave_fewer_parts() -> None:
-    """One step in three turns, as prompts of a large model may take: no part is empty, and no bound
-    lacks a value.
+    """One step in three turns, as prompts of a large model may take.
+
+    No part is empty, and no bound lacks a value.
     """
     other = works([Turn(3.0, 0, 300), Turn(), Turn()] * 3, 0.1)
     one = works([Turn(2.0, 0, 300), Turn(), Turn()] * 3, 0.1)
@@ -123,9 +125,10 @@ def test_turns_without_a_step_leave_fewer_parts() -> None:
 
 
 def test_prompts_count_for_what_plain_decoding_takes() -> None:
-    """Steps of 20 ms a token and 0.5 ms for one of a prompt: an arm that gives tokens in half the
-    time gains 4/3 where half of the time goes into prompts. One that has read one more when time is
-    up is not slower for it.
+    """An arm that gives tokens in half the time gains 4/3 where half of the time is prompts.
+
+    Steps take 20 ms a token and 0.5 ms for a token of a prompt. An arm that has read one prompt
+    more when time is up is not slower for it.
     """
     steps = [Turn(0.1, 0, 200), Turn(0.1, 5), Turn(0.045, 2, 10), Turn(0.05, 1, 60)]
     assert price(steps) == pytest.approx(0.025)
@@ -144,8 +147,9 @@ def test_what_prompts_take_may_not_be_seen() -> None:
 
 
 def test_the_best_fixed_shape_is_chosen_in_the_other_half() -> None:
-    """Two shapes as good as adaptive, each lucky in one half: the luckier of each half would be 1.2
-    times as fast.
+    """Two shapes as good as adaptive, each lucky in one half.
+
+    The luckier shape of each half would be 1.2 times as fast.
     """
     halves = {OFF: (50, 50), ADAPTIVE: (100, 100), "block:1x1": (120, 80), "block:1x3": (80, 120)}
     arms = {}
@@ -199,8 +203,9 @@ def test_on_a_device_plain_decoding_alone_answers_greedily() -> None:
 
 
 def test_a_load_that_an_arms_blocks_do_not_hold_is_refused() -> None:
-    """Texts of 60 + 18 tokens and 20 nodes take 13 blocks of 8; each of five arms has 64. A tree
-    may be larger.
+    """Texts of 60 + 18 tokens and 20 nodes take 13 blocks of 8; each of five arms has 64.
+
+    A tree may be larger.
     """
     load = Load([tuple(range(60)), (1, 2)], 12, 1.0)
     facts = engine_of().facts

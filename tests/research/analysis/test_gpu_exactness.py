@@ -1,5 +1,6 @@
-"""The check of exactness on a device finds wrong attention, pages and moves, which the damped pair
-hides.
+"""The check of exactness on a device finds wrong attention, pages and moves.
+
+The damped pair hides them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A session on a device leaves what it has found, whatever happens to its sections; run dry on a
-CPU.
+"""A session on a device leaves what it has found, whatever happens to its sections.
+
+Run dry on a CPU.
 """
 
 from __future__ import annotations
@@ -175,8 +176,9 @@ def test_a_fall_back_is_a_failure(tmp_path: Path, capsys: Any) -> None:
 
 @pytest.mark.slow
 def test_recorded_steps_serve_the_arms() -> None:
-    """An arm is an engine around the models of one that has recorded steps; without them it would
-    be a slow one.
+    """An arm is an engine around the models of one that has recorded steps.
+
+    Without them it would be a slow one.
     """
     pytest.importorskip("triton")
     target = tiny.llama(1, layers=1)

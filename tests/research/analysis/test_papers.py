@@ -108,8 +108,9 @@ def test_findings_say_no_where_the_numbers_do() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_rejections_of_a_markov_chain_are_those_of_all_its_texts(batch: int) -> None:
-    """Merged states give what the enumeration of all prefixes gives; and the algorithm's runs agree
-    with both.
+    """Merged states give what the enumeration of all prefixes gives.
+
+    And the algorithm's runs agree with both.
     """
     p, q = (laws[:4, :3, :3] for laws in theoretical.markov_chain(3))
     p, q = (laws / laws.sum(-1, keepdims=True) for laws in (p, q))
@@ -130,9 +131,7 @@ def test_rejections_of_a_markov_chain_are_those_of_all_its_texts(batch: int) -> 
 
 
 def test_rejections_are_counted_as_the_steps_went() -> None:
-    """Against a count by hand: drafts that are the target's own are never rejected, others as often
-    as they differ.
-    """
+    """Drafts that are the target's own are never rejected, others as often as they differ."""
     target = tiny.llama(1)
     for draft, rejects in ((target, False), (tiny.llama(9), True)):
         pair = cases.ServedPair(tiny.build(target, draft), "", "tiny", 1, 20)
@@ -149,8 +148,9 @@ def test_rejections_are_counted_as_the_steps_went() -> None:
 
 @pytest.mark.slow
 def test_closed_forms_are_those_of_the_steps_that_were_served() -> None:
-    """With laws that differ: every rule's accepted tokens lie where its own closed form has them,
-    not another's.
+    """Every rule's accepted tokens lie where its own closed form has them.
+
+    With laws that differ, so that no other form has the same.
     """
     pair = cases.ServedPair(tiny.build(tiny.llama(1), tiny.llama(9)), "", "tiny", 1, 24)
     prompts = [tuple(range(5 + i, 9 + i)) for i in range(15)]
@@ -204,8 +204,9 @@ def test_recorded_laws_are_laws(models: TinyModels) -> None:
 
 
 def test_recorded_lengths_of_equal_and_of_different_models() -> None:
-    """A draft that is the target is always kept; of others the weighted race keeps most of a single
-    token.
+    """A draft that is the target is always kept.
+
+    Of others the weighted race keeps most of a single token.
     """
     prompts, grid = [(5, 6, 7), (8, 9)], RacesGrid()
     for draft, is_equal in ((tiny.llama(1), True), (tiny.llama(9), False)):

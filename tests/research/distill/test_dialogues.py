@@ -1,5 +1,6 @@
-"""Prompts and conversations of files: in the target's template, answered turn by turn, with the
-answers marked.
+"""Prompts and conversations of files, in the target's template.
+
+They are answered turn by turn, with the answers marked.
 """
 
 from __future__ import annotations

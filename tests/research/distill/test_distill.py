@@ -158,8 +158,9 @@ def _losses_of(training: Training, batch: TextBatch, recorded: list[torch.Tensor
 
 
 def _chain_logits(head: Any, batch: TextBatch, place: int) -> list[torch.Tensor]:
-    """Logits by depth, of a chain of the text's own tokens behind the token at `place`, one row at
-    a time.
+    """Return logits by depth, one row at a time.
+
+    Of a chain of the text's own tokens behind the token at `place`.
     """
     tokens, taps = batch.token_ids_RL[0], batch.taps_RLX[0]
     rows, logits, state = _Rows(), [], torch.empty(0)
@@ -172,8 +173,9 @@ def _chain_logits(head: Any, batch: TextBatch, place: int) -> list[torch.Tensor]
 
 
 def test_texts_of_a_step_do_not_change_each_other(target: Target, states: States, tmp_path: Path) -> None:
-    """Losses of a long and a short text together are those of each alone, weighted by the numbers
-    of their rows.
+    """Losses of a long and a short text together are the weighted losses of each alone.
+
+    The weights are the numbers of their rows.
     """
     assert error_of_filling(training_of(target, states, tmp_path / "checkpoint.pt")) < 1e-4
 
@@ -241,8 +243,9 @@ class _Rows:
 def test_a_first_layer_predicts_linearly(
     target: Target, states: States, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An EAGLE-3 head's first weights are those of the least squares, if its rows attend to
-    themselves alone.
+    """An EAGLE-3 head's first weights are those of least squares.
+
+    If its rows attend to themselves alone.
     """
     monkeypatch.setattr("research.distill.first_layer._SELF_ATTENTION", 1000.0)
     training = training_of(target, states, tmp_path / "checkpoint.pt")
@@ -293,8 +296,9 @@ def test_resumed_run_ends_with_the_same_weights(target: Target, states: States, 
 def test_command_writes_a_head_that_is_served_exactly(
     target_folder: Path, tmp_path: Path, vocabulary: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From one command to a folder in the speculators layout; its greedy answers are plain
-    decoding's.
+    """From one command to a folder in the speculators layout.
+
+    Its greedy answers are plain decoding's.
     """
     output, small = tmp_path / "head", ("--draft-vocabulary", str(vocabulary))
     assert main(options_of(target_folder, output, *small)) == 0
@@ -319,8 +323,9 @@ def test_command_writes_a_head_that_is_served_exactly(
 
 @pytest.mark.slow
 def test_an_earlier_head_is_trained_further(target_folder: Path, tmp_path: Path, capsys: Any) -> None:
-    """It keeps its tokens, and begins at the acceptance that it had; a head of another size is
-    refused.
+    """It keeps its tokens, and begins at the acceptance that it had.
+
+    A head of another size is refused.
     """
     small = ("--draft-vocabulary", str(SMALL), "--texts", str(tmp_path / "texts"))
     assert main(options_of(target_folder, tmp_path / "first", *small)) == 0
