@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from engine.cuda import attention_kernel, layer_check, layer_products, lean_decoder
-from engine.cuda.layer_products import Float8Product, ModuleProduct
+from engine.cuda.layer_products import Float8Product, ModuleProduct, PlainProduct
 from engine.cuda.lean_decoder import LeanDecoder
 from engine.errors import LoadError
 from engine.models import quantising
@@ -315,6 +315,16 @@ def test_an_error_leaves_no_layer_converted(tmp_path: Path) -> None:
     find_kv_shape(loaded)
     up_proj = loaded.model.model.layers[0].mlp.up_proj
     assert up_proj.weight.dtype == loaded.model.dtype, "the first pass unpacks as before"
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_plain_product_is_added_with_its_bias(has_bias: bool) -> None:
+    weight_NK, rows_TK, sums_TN = (torch.linspace(-2, 2, 6 * n).view(n, -1) for n in (3, 2, 1))
+    sums_TN = sums_TN.view(2, 3)
+    bias_N = torch.tensor([1.0, 2.0, 3.0]) if has_bias else None
+    expected = sums_TN + linear(rows_TK, weight_NK.view(3, 6), bias_N)
+    PlainProduct(weight_NK.view(3, 6), bias_N).add_to(sums_TN, rows_TK)
+    assert torch.allclose(sums_TN, expected)
 
 
 OTHER_ROWS = [

@@ -266,6 +266,17 @@ def test_an_urgent_request_takes_the_place_of_a_less_urgent_one(num_blocks: int,
     assert num_tokens == 5, "its first token is not drawn again"
 
 
+def test_a_free_seat_is_given_to_one_urgent_request_only() -> None:
+    """The second urgent request takes the place of a line."""
+    scheduler = build(budget=64, num_blocks=64, max_num_seqs=3)
+    for number in range(2):
+        scheduler.submit(request(f"line {number}", 12, 6, priority=5, first=100 * number))
+    scheduler.commit(plan := scheduler.plan(), verdict(plan))
+    for number in range(2):
+        scheduler.submit(request(f"urgent {number}", 12, 4, first=300 + 100 * number))
+    assert [row.request_id for row in scheduler.plan().rows] == ["line 0", "urgent 0", "urgent 1"]
+
+
 def test_a_request_of_the_same_priority_waits() -> None:
     scheduler = build(max_num_seqs=1)
     for name in "ab":

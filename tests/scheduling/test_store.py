@@ -82,6 +82,15 @@ def test_the_longest_unused_goes_first_and_of_a_text_its_end() -> None:
     assert [len(store.take_cached(keys)[0]) for keys in (old, new)] == [1, 2]
 
 
+def test_a_block_with_draft_kv_replaces_a_block_without() -> None:
+    store = BlockStore(4, 1)
+    (key,) = keys_of([1])
+    plain, drafted = store.allocate(2)
+    for block, has_draft_kv in ((plain, False), (drafted, True), (plain, False)):
+        store.publish(block, key, has_draft_kv)
+    assert store.take_cached([key]) == ([drafted], 1)
+
+
 def test_cache_salts_separate_prefixes() -> None:
     assert keys_of([1, 2]) != keys_of([1, 2], "mine")
 

@@ -269,6 +269,12 @@ def test_hidden_tokens_in_thoughts_end_nothing(server: Server) -> None:
     assert (choice.thoughts, choice.text, choice.stop_reason) == ("ab", "c", "<|user|>")
 
 
+def test_a_stop_string_counts_from_the_token_after_min_tokens_on(server: Server) -> None:
+    made = filter_of(TextOptions(["b"]), server.tokenizer, min_tokens=2)
+    released = ["".join(map(str, made.feed("b", 5, number))) for number in (1, 2, 3)]
+    assert (released, made.stop, made.finish_reason) == (["b", "b", ""], "b", "stop")
+
+
 def test_an_answer_has_a_filter_only_if_an_option_needs_one(server: Server) -> None:
     tools = [Tool(function=Function(name="add"))]
     parallel, single = (ToolUse(tools, "hermes", is_parallel, forced=False) for is_parallel in (True, False))

@@ -65,6 +65,7 @@ CASES = [
     (ASSISTANT, "no channel at all", "", "no channel at all", []),
     (ASSISTANT, "Word", "", "Word", []),
     (ASSISTANT, f"{THOUGHT}a{FINAL}b", "a", "b", []),
+    (ASSISTANT, f"{THOUGHT}a{THOUGHT}b{FINAL}c", "a\n\nb", "c", []),
     (ASSISTANT, "<|channel|>two such words<|message|>a", "", "<|channel|>two such words<|message|>a", []),
     (ASSISTANT, "<|channel|>final<|message|>a<|end|>b", "", "ab", []),
     (

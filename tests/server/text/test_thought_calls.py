@@ -136,6 +136,8 @@ def test_a_choice_has_the_call_and_counts_only_thoughts(tokenizer: Tokenizer) ->
     choice = run(tokenizer, thought + call, stops=["STOP"])
     assert (choice.finish_reason, choice.thoughts) == ("tool_calls", "STOP, I say <tool_call> and look.")
     assert [made.name for made in choice.calls] == ["weather"]
+    num_open, num_written = (len(tokenizer.encode(text, False)) for text in (OPEN, thought))
+    assert num_written - num_open <= choice.num_thought <= num_written, "the mark of no call is a thought"
     assert abs(choice.num_thought - run(tokenizer, thought).num_thought) <= 1
     assert len(choice.logprobs or ()) == choice.num_tokens
     stopped = run(tokenizer, f"{OPEN}So.{call} Then STOP it", stops=["STOP"])
