@@ -6,7 +6,6 @@ Answers are those of eager steps, to the token
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -24,7 +23,7 @@ from engine.cuda.recorded import inputs
 from engine.cuda.recorded.inputs import StepInputs, StepShape
 from engine.cuda.recorded.menu import menu
 from engine.cuda.recorded.passes import pass_rooms
-from engine.cuda.recorded.steps import RecordedStep, RecordedSteps
+from engine.cuda.recorded.steps import RecordedStep
 from engine.drafting.head import HeadDrafter
 from engine.drafting.one_pass import OnePassDrafter
 from engine.errors import NON_FINITE
@@ -32,10 +31,9 @@ from engine.request import Request
 from engine.start import building
 from engine.start.loading import LoadedModel
 from engine.step.engine import Engine
-from tests.cuda.test_recorded_steps import asked, chains, compared, noted, stands_in
-from tests.cuda.test_recording import FakeGraphs, serving
+from tests.cuda.test_recorded_steps import asked, chains, compared, stands_in
+from tests.cuda.test_recording import FakeGraphs
 from tests.drafting import test_drafters
-from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
 from tests.grid import grid
 from tests.heads import folders
@@ -45,7 +43,6 @@ from tests.wrong import instead
 BY_THE_KERNEL = "test_answers_are_those_of_eager_steps[dflash]"
 
 
-VOCABULARY_OF_FEW = output_distribution.VOCABULARY
 RECORDED = [(0, 0), (1, 2), (4, 3)]
 SIZES: dict[str, Any] = {"draft_vocabulary": 83, "scale": 0.3, "taps": (0, 1, 2)}
 HEADS: dict[str, Callable[[Path], folders.Written]] = {
@@ -174,24 +171,6 @@ def num_graphs(shape: StepShape) -> int:
     return 3 if shape.num_drafts else 2
 
 
-@pytest.mark.slow
-@stands_in
-def test_graphs_are_replayed(machines: Machines) -> None:
-    both, graphs = machines("dspark"), FakeGraphs()
-    machine = both[1]
-    assert machine.draft_runner is not None
-    replayed = RecordedSteps(graphs, machine.recorded._kind)
-    shapes = menu(RECORDED, 4)
-    replayed.record([machine.target, machine.draft_runner], shapes, 20, lambda _: None)
-    num_passes = len(pass_rooms(4))
-    assert len(graphs.recordings) == num_passes + sum(map(num_graphs, shapes))
-    with serving(machine, replayed):
-        served = compared(both, mixed())
-    num_replays = [one.num_replays for one in graphs.recordings]
-    assert sum(num_replays[num_passes:]) == sum(map(num_graphs, filter(None, served)))
-    assert sum(num_replays[:num_passes]) == served.count(None), "the target's passes"
-
-
 @stands_in
 def test_the_memory_of_graphs_is_planned(tmp_path: Path) -> None:
     """They are recorded next to a pool of one block first."""
@@ -202,32 +181,6 @@ def test_the_memory_of_graphs_is_planned(tmp_path: Path) -> None:
     num_recordings = len(pass_rooms(2)) + sum(map(num_graphs, menu(RECORDED, 2)))
     assert len(graphs.recordings) == 2 * num_recordings
     assert machine.facts.memory_plan["graphs"] == 1000 * num_recordings
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_wrong", [False, True])
-@pytest.mark.parametrize("name", ["eagle3", "dflash2"])
-def test_answers_have_the_target_s_distribution(tmp_path: Path, name: str, is_wrong: bool) -> None:
-    """First three tokens of answers, against an enumeration of all texts."""
-    target = folders.target(VOCABULARY_OF_FEW, layers=2, spread=0.25)
-    few = {"vocabulary": VOCABULARY_OF_FEW, "taps": (0, 1, 2)}
-    if name == "eagle3":
-        written = folders.write_eagle(tmp_path / "head", draft_vocabulary=3, **few)
-    else:
-        written = folders.write_block(tmp_path / "head", kind=name, **few)
-    with tiny.with_recorded_steps([(0, 0), (3, 2)]):
-        engine = tiny.build(target, folders.load(written, target), max_model_len=32, max_num_seqs=32)
-    requests = [
-        tiny.request(str(seed), output_distribution.PROMPT, chains(3, 2), 6, temperature=1.0, seed=seed)
-        for seed in range(1600)
-    ]
-    variant = instead(RecordedStep, "_draft", distributions_of_another_row) if is_wrong else nullcontext()
-    with variant, noted() as shapes:
-        runs = [tiny.run(engine, requests[start : start + 32], enough=3) for start in range(0, len(requests), 32)]
-    assert sum(shape is not None and shape.num_drafts == 3 for shape in shapes) >= len(runs)
-    counts = Counter(tuple(tokens[:3]) for run in runs for tokens in run.tokens.values())
-    expected = output_distribution.exact_distribution(target, output_distribution.SAMPLINGS["plain"])
-    assert (output_distribution.g_test(counts, expected) < output_distribution.ALPHA) == is_wrong
 
 
 @stands_in

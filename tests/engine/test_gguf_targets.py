@@ -19,25 +19,19 @@ from torch import nn
 from engine.models.gguf.blocks import BlockTensor
 from engine.models.gguf.folder import folder_of
 from engine.start.loading import LoadedModel, load
-from tests.cpu.small_weights import rows_rounded
+from tests.cpu.small_weights import SPECULATIONS, check_any_company, on_a_cpu, rows_rounded
 from tests.engine import test_output_distribution as output_distribution
 from tests.engine import tiny
-from tests.engine.test_output_distribution import ALPHA, VOCABULARY, drafts, exact_distribution, g_test
+from tests.engine.test_output_distribution import ALPHA, VOCABULARY, exact_distribution, g_test
 from tests.grid import slow_fixture
 from tests.heads import folders, oracles, recording
 from tests.models.gguf_models import write_model
 
-pytestmark = pytest.mark.skipif(tiny.DEVICE.type != "cpu", reason="weights of a CPU's decoder")
+pytestmark = on_a_cpu
 
 TYPES = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "ffn_up": "Q5_0", "token_embd": "Q6_K", "": "Q4_K"}
 """Those of files of Q4_K_M, and gate and up of two types."""
 WIDTH = 256
-SPECULATIONS = {
-    "off": tiny.OFF,
-    "block": drafts("block", 1),
-    "bv_race 3": drafts("bv_race", 3),
-    "traversal tree": drafts("traversal", 4, tree=(2, 2)),
-}
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 3.0},
     "filtered": {"temperature": 2.0, "top_k": 3, "top_p": 0.95, "min_p": 0.02},
@@ -156,17 +150,7 @@ def test_logits_of_a_head_are_those_of_the_formulas(
 
 @pytest.mark.slow
 def test_answers_of_a_seed_are_the_same_in_any_company(target_of: Callable[..., LoadedModel]) -> None:
-    """At temperature 0 also with drafts and without."""
-    target, chains = target_of(97), drafts("bv_race", 3, length=3)
-    draft = tiny.perturbed(target_of(97, "float32"), 2, 0.02)
-    kinds = {"greedy": (tiny.OFF, 0.0), "greedy drafts": (chains, 0.0), "chains": (chains, 1.0)}
-    requests = {
-        name: tiny.request(name, range(5, 25), speculation, max_tokens=20, temperature=temperature, seed=7)
-        for name, (speculation, temperature) in kinds.items()
-    }
-    alone = {name: tiny.run(tiny.build(target, draft), [one]).tokens[name] for name, one in requests.items()}
-    assert tiny.run(tiny.build(target, draft), list(requests.values())).tokens == alone
-    assert alone["greedy"] == alone["greedy drafts"]
+    check_any_company(target_of(97), tiny.perturbed(target_of(97, "float32"), 2, 0.02))
 
 
 def test_the_types_of_the_file_are_facts(target_of: Callable[..., LoadedModel]) -> None:

@@ -19,23 +19,12 @@ from server.text.tokenizer import Tokenizer
 from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
 from server.wire.fields import Function, Tool
+from tests.server import call_spellings
 from tests.server.step_results import outcome, stats
 from tests.server.tiny_models import TOKENIZER
 
 TOOLS = tuple(Tool(type="function", function=Function(name=name)) for name in ("weather", "add"))
-TEMPLATE = {
-    "start_anchor": "<|assistant|>",
-    "fields": {
-        "content": {"content": "text"},
-        "tool_calls": {
-            "open_pattern": r"<call name=(?P<name>\w+)>",
-            "close": "</call>",
-            "content": "json",
-            "repeats": True,
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-        },
-    },
-}
+TEMPLATE = {**call_spellings.RESPONSE_TEMPLATE, "start_anchor": "<|assistant|>"}
 PARIS, SUM = '{"city": "Par\\"}is"}', '{"a": [1, {"b": 2}], "c": "}{"}'
 
 
