@@ -19,7 +19,6 @@ _TYPES: dict[torch.dtype, str] = {
         "surplus_sums target_sums uniforms log_ratios log_ceilings accept_numbers residual_numbers score_numbers scores"
     ),
 }
-_TYPE_OF = {name: dtype for dtype, names in _TYPES.items() for name in names.split()}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _TYPES_OF = {name: (dtype,) for dtype, names in _TYPES.items() for name in names.split()} | dict.fromkeys(
     "query keys values output result sinks storage joined cosines sines query_norm key_norm hidden weight normed rows "

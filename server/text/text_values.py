@@ -22,7 +22,6 @@ _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"}
     | {"$comment", "$schema", "$id", "x-guidance", "strict", "nullable"}
 )
-_ALL_TYPES = ("string", "number", "boolean", "null", "array", "object")
 _STRING_KEYS = frozenset({"type", "pattern", "minLength", "maxLength", "format"})
 _MOST_STEPS = 200
 _NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?"

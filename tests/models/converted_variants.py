@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadtest.results import table
-
 CONTEXT, ORIGINAL = 512, 128
 NARROW, WIDE = 64, 256
 """Hidden sizes. Types with blocks of 256 numbers need the larger one."""
@@ -176,18 +174,3 @@ FILE_TYPES: dict[str, dict[str, str]] = {
 }
 """Types of files: types of tensors by parts of their names, of which the first that fits counts."""
 SERVED_IN_BLOCKS = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_M", "Q5_K_M", "Q6_K"})
-
-
-def variants_markdown() -> str:
-    """Return the table of the variants that `test_gguf_converted.py` compares."""
-    models: dict[str, list[str]] = {}
-    for variant in VARIANTS.values():
-        models.setdefault(variant.architecture, []).append(variant.published)
-    return table(["architecture", "models"], [[name, "; ".join(published)] for name, published in models.items()])
-
-
-def types_markdown() -> str:
-    """Return the table of the types that `test_gguf_converted.py` compares."""
-    served, refused = ([name for name in FILE_TYPES if (name in SERVED_IN_BLOCKS) == is_served] for is_served in (1, 0))
-    rows = [[", ".join(served), "equal", "equal"], [", ".join(refused), "refused by name", "equal"]]
-    return table(["files", "in blocks", "dequantised"], rows)

@@ -66,19 +66,3 @@ def conditional_laws(rule: NodeRule, p: npt.ArrayLike, q: npt.ArrayLike, drafts:
     target, draft = (torch.from_numpy(np.asarray(law, dtype=np.float64)).expand(len(drafts), -1) for law in (p, q))
     laws: Law = rule(target, draft, drafted, present).numpy()
     return laws
-
-
-def enumerated_acceptance(rule: NodeRule, method: str, p: Law, q: Law, count: int) -> float | None:
-    """Return the probability that the emitted token is one of `count` drafts.
-
-    None if there are too many tuples.
-    """
-    support = int(np.count_nonzero(q))
-    if support ** min(count, support) > _MOST_TUPLES:
-        return None
-    drafts, accepted = list(draft_tuples(method, q, count).items()), 0.0
-    for start in range(0, len(drafts), _TUPLES_AT_ONCE):
-        part = dict(drafts[start : start + _TUPLES_AT_ONCE])
-        for (drawn, weight), law in zip(part.items(), conditional_laws(rule, p, q, part, count), strict=True):
-            accepted += weight * float(law[list(set(drawn))].sum())
-    return accepted

@@ -16,7 +16,6 @@ from tests.server.good_bodies import CHAT, COMPLETIONS, GOOD, USER, error_of, se
 from tests.server.tiny_models import MAX_POSITIONS, VOCAB_SIZE
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
 TOO_LONG = [5] * MAX_POSITIONS
 
 
