@@ -45,8 +45,9 @@ class Analysis(NamedTuple):
 
 
 def _analysis(module: Any, question: str) -> Analysis:
-    """Return the command of a module with the functions `add_arguments`, which adds its own to a
-    parser, `analyze`, which returns the document, and, for most, `markdown`.
+    """Return the command of a module with the functions `add_arguments` and `analyze`.
+
+    They add arguments to a parser, and return the document. Most modules also have `markdown`.
     """
     return Analysis(question, module.add_arguments, module.analyze, getattr(module, "markdown", None))
 

@@ -1,5 +1,6 @@
-"""`analyze arms`: speculation against plain decoding, and the controller against fixed shapes, in
-turns of a few steps.
+"""`analyze arms`: speculation against plain decoding, in turns of a few steps.
+
+Also the controller against fixed shapes.
 
 The speed of a shared machine changes by a fifth from one second to the next; arms that take turns
 run under the same conditions. In a turn each arm does the work of about a quarter of a second of
@@ -151,9 +152,10 @@ def _shape_of(drafted: Sequence[tuple[int, ...]]) -> str:
 
 
 def speculation_of(name: str) -> Speculation:
-    """Return the speculation of an arm's requests: `adaptive`, `seeded` and `seed_stable` (the same
-    with a seed, fixed by either method), `off`, `again` (off once more, for the noise), or
-    `rule:KxL`.
+    """Return the speculation of an arm's requests.
+
+    name: `adaptive`, `seeded` and `seed_stable` (the same with a seed, fixed by either method),
+    `off`, `again` (off once more, for the noise), or `rule:KxL`.
     """
     if name in (OFF, AGAIN):
         return Speculation()
@@ -258,8 +260,9 @@ def measure(
 
 
 def check_room(facts: EngineFacts, names: Sequence[str], load: Load, concurrency: int) -> None:
-    """Raise ConfigError if the models cannot take the longest text, or an arm's blocks cannot hold
-    all of its requests.
+    """Raise ConfigError if the models cannot take the longest text, or all requests of an arm.
+
+    An arm has its part of the blocks.
     """
     if load.longest_text > facts.max_model_len:
         raise ConfigError(f"texts of up to {load.longest_text} tokens, and the models take {facts.max_model_len}")
@@ -289,8 +292,9 @@ def same_greedy_answers(arms: dict[str, Arm], load: Load, concurrency: int) -> d
 
 
 def compared(arms: dict[str, Arm], prompt_weight: float) -> dict[str, Any]:
-    """Compare every arm with plain decoding, and adaptive with the best fixed shape (`turns.price`:
-    the weight).
+    """Compare every arm with plain decoding, and adaptive with the best fixed shape.
+
+    prompt_weight: as in `turns.price`.
     """
     turns = {name: works(arm.turns, prompt_weight) for name, arm in arms.items()}
     result: dict[str, Any] = {

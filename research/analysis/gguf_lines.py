@@ -65,8 +65,9 @@ def lines(
 
 
 def small_texts(seed: int) -> list[str]:
-    """Return texts of the characters at which splits differ, of which small vocabularies are
-    made.
+    """Return texts of the characters at which splits differ.
+
+    Small vocabularies are made of them.
     """
     source = random.Random(seed)
     mixtures = ["".join(source.choices(ALPHABET, k=16)) for _ in range(_SMALL_TEXTS)]
@@ -99,8 +100,9 @@ def _character(draw: random.Random, first: int, last: int) -> str:
 
 
 def _any_characters(draw: random.Random) -> str:
-    """Return characters of all of Unicode, also unassigned ones, between letters, digits and
-    spaces.
+    """Return characters of all of Unicode, also unassigned ones.
+
+    They stand between letters, digits and spaces.
     """
     ends = (0x2FFF, 0x2FFF, 0xFFFF, 0x1FFFF, 0x323AF, 0x10FFFF)
     found = [_character(draw, 0x80, draw.choice(ends)) for _ in range(12)]

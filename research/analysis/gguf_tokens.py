@@ -150,8 +150,9 @@ def compare(files: TokenizerFiles, reference: TokenReference, compared: Sequence
 
 
 def _encoded(files: TokenizerFiles, batch: Sequence[Line], reads_special: bool) -> list[list[int]]:
-    """Return the tokens of lines, with the tokens that each text begins with if special tokens are
-    read.
+    """Return the tokens of lines.
+
+    Also the tokens that each text begins with if special tokens are read.
     """
     tokenizer = files.tokenizer
     tokenizer.encode_special_tokens = not reads_special
@@ -218,8 +219,9 @@ def compare_file(path: Path, count: int, seed: int, name: str) -> dict[str, Any]
 
 
 def small_vocabularies(texts: Sequence[str], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield a small vocabulary for each known pre-tokenizer, and for each variant of tokens merged
-    by scores.
+    """Yield a small vocabulary for each known pre-tokenizer.
+
+    Also for each variant of tokens that are merged by scores.
 
     texts: whose characters, and strings of characters, are tokens.
     """
@@ -232,8 +234,9 @@ def small_vocabularies(texts: Sequence[str], seed: int) -> Iterator[tuple[str, d
 
 
 def golden(seed: int) -> dict[str, Any]:
-    """Return llama.cpp's tokens of a few lines, by small vocabulary, and its end tokens of
-    vocabularies with many.
+    """Return llama.cpp's tokens of a few lines, by small vocabulary.
+
+    Also its end tokens of vocabularies with many.
 
     Vocabularies with the same tokens are joined.
     """

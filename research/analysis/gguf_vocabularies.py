@@ -1,5 +1,6 @@
-"""Writes small vocabularies as GGUF files without weights, to compare splits of texts with
-llama.cpp's.
+"""Writes small vocabularies as GGUF files without weights.
+
+They compare splits of texts with llama.cpp's.
 
 A small vocabulary shows each place at which a text is split: bytes are joined to pairs and pairs to
 longer tokens at random, also across words and white space, so a wrong piece has other tokens. Not
@@ -55,8 +56,9 @@ def byte_level(pre: str, alphabet: Sequence[str], seed: int, num_longer: int = 2
 
 
 def sentence_piece(texts: Sequence[str], seed: int, **stated: Any) -> dict[str, Any]:
-    """Return the metadata of a vocabulary whose tokens are merged by their scores, no two of which
-    are equal.
+    """Return the metadata of a vocabulary whose tokens are merged by their scores.
+
+    No two scores are equal.
 
     texts: of which a part of all strings of two to four characters are tokens. stated: further
     statements of the file, such as `add_space_prefix`.

@@ -110,8 +110,9 @@ def build(
 
 
 def require_recorded(findings: SectionResults, engine: Engine, config: EngineConfig) -> None:
-    """Require a recording of every shape: without one, steps of this shape would run unnoticed as
-    they are.
+    """Require a recording of every shape.
+
+    Without one, steps of this shape would run unnoticed as they are.
     """
     drafts = recorded_drafts(config, adopt(engine.draft_runner.model, "draft") if engine.draft_runner else None)
     kernels = engine.target.kernels
@@ -128,8 +129,10 @@ def plan_of(engine: Engine, name: str, num_rows: int = 1, context: int = 500) ->
 
 
 def steps(options: argparse.Namespace, findings: SectionResults, engine: Engine, copied_bytes_per_s: float) -> None:
-    """Measure steps of one request, and plain steps of more with their shares of two rooflines: by
-    the bandwidth of the data sheet (the measured one if it is not known), and by that of a copy.
+    """Measure steps of one request, and plain steps of more.
+
+    Plain steps have shares of two rooflines: by the bandwidth of the data sheet (the measured one
+    if it is not known), and by that of a copy.
     """
     on_cuda = options.device == "cuda"
     bandwidth = bytes_per_s(torch.cuda.get_device_name() if on_cuda else "", copied_bytes_per_s)
@@ -154,8 +157,9 @@ def steps(options: argparse.Namespace, findings: SectionResults, engine: Engine,
 
 
 def _unrecorded_steps(engine: Engine, seconds: float) -> dict[str, float]:
-    """Return median times of steps that are not recorded as a whole: with prompts, and with many
-    drafts.
+    """Return median times of steps that are not recorded as a whole.
+
+    Steps with prompts, and with many drafts.
     """
     plans = {
         "1 prompt of 300": synthetic_plan(engine, 0, 0, num_prompt=300),
@@ -183,16 +187,18 @@ def _named(plan: Plan) -> str:
 
 
 def bytes_per_s(device: str, copied_bytes_per_s: float) -> float:
-    """Return the bandwidth on the data sheet of a device of this name, or what was measured if it
-    is not known.
+    """Return the bandwidth on the data sheet of a device of this name.
+
+    If it is not known, return what was measured.
     """
     known = [rate for name, rate in _BYTES_PER_S.items() if name in device.lower().replace(" ", "")]
     return known[0] if known else copied_bytes_per_s
 
 
 def _read_by_a_pass(size: bench_pair.Size, vocabulary: int) -> tuple[int, int]:
-    """Return the number of weights of layers and output head, and the bytes of a token's K/V in
-    bfloat16.
+    """Return the number of weights of a pass, and the bytes of a token's K/V.
+
+    Weights of layers and output head; K/V in bfloat16.
     """
     width, dim, heads = size.hidden_size, size.head_dim, size.num_key_value_heads
     attention = width * dim * 2 * (size.num_attention_heads + heads)
@@ -201,8 +207,9 @@ def _read_by_a_pass(size: bench_pair.Size, vocabulary: int) -> tuple[int, int]:
 
 
 def profile(engine: Engine, plan: Plan, num_steps: int = 20) -> dict[str, Any]:
-    """Return the 25 operations of a step that take longest, and the share of its time in which the
-    device is idle.
+    """Return the 25 operations of a step that take longest, and its idle share.
+
+    The device is idle for this share of the step's time.
     """
     from torch.profiler import ProfilerActivity
 
@@ -239,8 +246,7 @@ def check_output(
     cases: Sequence[tuple[str, Mapping[str, Any]]],
     num_answers: int,
 ) -> None:
-    """Compare the first tokens of answers of recorded steps with the target's distribution, by a
-    G-test.
+    """Compare first tokens of recorded steps with the target's distribution, by a G-test.
 
     cases: (shape, fields of `Sampling`).
     """

@@ -1,5 +1,6 @@
-"""Exactness of an engine's steps: logprobs of its answers, compared with transformers' logprobs for
-the same texts.
+"""Exactness of an engine's steps: logprobs of its answers.
+
+They are compared with transformers' logprobs for the same texts.
 
 The models have four random layers of full strength, because the pair for speeds damps its layers:
 there wrong attention changes logits by less than rounding does. A copy of the target drafts, so
@@ -49,8 +50,9 @@ _SPREAD = 3.0
 
 
 def check_exactness(options: argparse.Namespace, findings: SectionResults) -> None:
-    """Compare engines around models of the target's size in float32 and, on a device, of both sizes
-    in bfloat16.
+    """Compare engines around models of the target's size in float32.
+
+    On a device also of both sizes in bfloat16.
     """
     register()
     on_cuda = options.device == "cuda"
@@ -65,8 +67,9 @@ def check_exactness(options: argparse.Namespace, findings: SectionResults) -> No
 
 
 def make_model(size: str, num_layers: int, vocabulary: int, device: str) -> Any:
-    """Return a random model whose logits have the spread of a trained model's, so that it is rarely
-    sure but its drafts are seldom right by chance.
+    """Return a random model whose logits have the spread of a trained model's.
+
+    So it is rarely sure, and its drafts are seldom right by chance.
     """
     shape = replace(bench_pair.SIZES[size], num_hidden_layers=num_layers)
     model = bench_pair.random_model(shape, vocabulary, 512, 7, device)

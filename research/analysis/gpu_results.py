@@ -1,5 +1,6 @@
-"""Common parts of the sections of a session on a device (`gpu_session.py`): results, options, times
-of work.
+"""Common parts of the sections of a session on a device (`gpu_session.py`).
+
+Results, options, times of work.
 
 Times are those of the device, synchronised.
 """
@@ -26,8 +27,9 @@ _LONGEST_ERROR, _LONGEST_LINE = 600, 300
 
 
 class SectionResults:
-    """Results of a section: written to disk after every item, and printed as soon as they are
-    known.
+    """Results of a section.
+
+    They are written to disk after every item, and printed as soon as they are known.
     """
 
     def __init__(self, file: Path, continues: bool = False) -> None:
@@ -87,8 +89,9 @@ def _rounded(value: Any) -> Any:
 
 
 def write_stacks() -> None:
-    """Let this process, and those that it forks, write the stacks of all threads when they are
-    asked to end.
+    """Let this process write the stacks of all threads when it is asked to end.
+
+    Forked processes do so, too.
     """
     faulthandler.register(signal.SIGTERM)
 

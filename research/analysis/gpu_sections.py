@@ -1,5 +1,6 @@
-"""Sections of a session on a device (`gpu_session.py`) that run an engine, each in a separate
-process.
+"""Sections of a session on a device (`gpu_session.py`) that run an engine.
+
+Each runs in a separate process.
 
 A section writes its results after every item.
 """
@@ -95,8 +96,9 @@ def _free(options: argparse.Namespace) -> None:
 
 
 def generate(options: argparse.Namespace, findings: SectionResults) -> None:
-    """Measure decoded tokens per second of transformers' `generate` on the same pair: plain, and
-    assisted by the draft model.
+    """Measure decoded tokens per second of transformers' `generate` on the same pair.
+
+    Plain, and assisted by the draft model.
     """
     target, draft = make_pair(options, findings)
     on_cuda = options.device == "cuda"
@@ -173,9 +175,7 @@ def _measure_weights(options: argparse.Namespace, config: EngineConfig, found: d
 
 
 def _of_weights(options: argparse.Namespace, engine: Engine) -> dict[str, Any]:
-    """Return what is known of an engine's weights: their size, the probe's distance, times, and a
-    G-test.
-    """
+    """Return an engine's size, the probe's distance, times, and a G-test."""
     device, target = engine.target.device, adopt(engine.target.model, "target")
     distance = probe(target, find_kv_shape(target), engine.target.backend, engine.target.paged_kernel)
     times = {

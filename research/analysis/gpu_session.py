@@ -121,8 +121,9 @@ def run_section(section: Section, setting: dict[str, Any], folder: Path, log: Pa
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts; return 0 if every section succeeded without a fall-back, 1 if not, 2 without
-    the device or the modules.
+    """Run the parts; return the exit code.
+
+    0 if every section succeeded without a fall-back, 1 if not, 2 without the device or the modules.
     """
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         print(f"gpu-check: {sys.executable} has no {', '.join(missing)}; install them first", file=sys.stderr)

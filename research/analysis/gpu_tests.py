@@ -1,5 +1,6 @@
-"""Tests of a session on a device (`gpu_session.py`): a pytest process for each file, several at
-once.
+"""Tests of a session on a device (`gpu_session.py`).
+
+A pytest process for each file, several at once.
 
 One test may take the whole process with it (a CUDA context does not survive an illegal access), so
 that no file depends on another. Results are written after every file: which tests failed, and which
@@ -58,8 +59,9 @@ def run_file(name: str, limit_s: float, root: Path = _ROOT) -> dict[str, Any]:
 
 
 def outcomes(output: str) -> dict[str, Any]:
-    """Return the number of passed tests, the failed ones, and the one without a result, from the
-    output of `-v`.
+    """Return the number of passed tests, the failed ones, and the one without a result.
+
+    output: of `-v`.
     """
     found = re.findall(r"^(\S+::.+?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b.*)? *$", output, re.MULTILINE)
     failed = {name for name, outcome in found if outcome in ("FAILED", "ERROR")}

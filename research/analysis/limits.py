@@ -189,8 +189,9 @@ def summary(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def speedups(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the speedup of plain steps and passes from the fewest cores to more, in the same
-    turns.
+    """Return the speedup of plain steps and passes from the fewest cores to more.
+
+    In the same turns.
     """
     fewest = min(cell["cores"] for cell in cells)
     first = {cell["context"]: cell for cell in cells if cell["cores"] == fewest}

@@ -28,8 +28,9 @@ class SpeculationSetup:
 
     @staticmethod
     def parse(text: str) -> SpeculationSetup:
-        """Parse `rule:KxL`, `rule/method:KxL` or, for a tree with the number of children by depth,
-        `rule:2.2.1`.
+        """Parse `rule:KxL` or `rule/method:KxL`.
+
+        A tree with the number of children by depth is `rule:2.2.1`.
         """
         try:
             arm = parse(text)

@@ -80,8 +80,9 @@ def config_of(
     cache_bytes: int = 0,
     needs_draft: bool = True,
 ) -> EngineConfig:
-    """Return the configuration of the pair that the command line names, and set `options.threads`
-    to the number in use.
+    """Return the configuration of the pair that the command line names.
+
+    Set `options.threads` to the number in use.
 
     cache_bytes: size of the K/V cache on a CPU; 0 is the engine's own choice, as always on a CUDA
     device. needs_draft: raise ConfigError for a target without a draft model.
@@ -112,8 +113,9 @@ def load_engine(config: EngineConfig) -> Engine:
 
 
 def load_pair(options: argparse.Namespace, max_num_seqs: int, num_drafts: int, draft_length: int) -> Engine:
-    """Return an idle engine for `max_num_seqs` requests at once, of `num_drafts` chains of
-    `draft_length` tokens.
+    """Return an idle engine for `max_num_seqs` requests at once.
+
+    Of `num_drafts` chains of `draft_length` tokens.
     """
     scheduler = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=1 << 14)
     speculation = SpeculationConfig(
@@ -123,8 +125,9 @@ def load_pair(options: argparse.Namespace, max_num_seqs: int, num_drafts: int, d
 
 
 def read_prompts(task: str | Path, target: str, most: int, room: int) -> list[tuple[int, ...]]:
-    """Return token ids of the prompts of a task or a file (`loadtest.workload.load`), cut to their
-    last `room`.
+    """Return token ids of the prompts of a task or a file (`loadtest.workload.load`).
+
+    Prompts are cut to their last `room` tokens.
     """
     from transformers import PreTrainedTokenizerFast
 

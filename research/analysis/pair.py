@@ -1,5 +1,6 @@
-"""`analyze pair`: quality of a draft model for a target, the optimum of any rule, and recommended
-settings.
+"""`analyze pair`: quality of a draft model for a target.
+
+The optimum of any rule, and recommended settings.
 
 Three measurements per pair, each cell of the grid saved as it is done, so that an interrupted run
 goes on:
@@ -292,8 +293,9 @@ def add_closed_forms(
     shapes: list[SpeculationSetup],
     lengths: dict[str, list[float]],
 ) -> None:
-    """Add the expected accepted length of the block rules, from every position that a whole block
-    follows.
+    """Add the expected accepted length of the block rules.
+
+    From every position that a whole block follows.
     """
     log_p, log_q = (log_probs(rows, tokens) for rows in (target_NV, draft_NV))
     for shape in shapes:
@@ -350,8 +352,9 @@ def _measure_runs(
 def _measure_times(
     engine: Engine, options: argparse.Namespace, shapes: list[SpeculationSetup], results: Results
 ) -> None:
-    """Measure the duration of a step of every shape, and of a plain one, by the number of
-    requests.
+    """Measure the duration of a step of every shape, by the number of requests.
+
+    Also of a plain step.
     """
     context = min(options.prompt_length + options.tokens // 2, engine.facts.max_model_len // 2)
     cells: list[tuple[int, SpeculationSetup | None]] = [(count, None) for count in options.concurrency]

@@ -44,8 +44,9 @@ def table(report: Sequence[dict[str, Any]], concurrency: Sequence[int]) -> str:
 
 
 def recommend(report: Sequence[dict[str, Any]], concurrency: Sequence[int]) -> list[str]:
-    """Return flags for each number of requests: the shape that is best over the temperatures, or
-    none.
+    """Return flags for each number of requests.
+
+    Of the shape that is best over the temperatures, or none.
     """
     shapes: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in report:

@@ -18,8 +18,9 @@ from research.analysis.loading import add_pair_arguments, load_pair, names_of
 
 
 def settings_of(num_drafts: int, draft_length: int, facts: EngineFacts) -> dict[str, Speculation]:
-    """Return the settings to check: every rule that the pair can be served with, and trees for
-    rules that take them.
+    """Return the settings to check: every rule that the pair can be served with.
+
+    Also trees for rules that take them.
     """
     found = {}
     for name in served_rules(facts):

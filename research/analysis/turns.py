@@ -44,8 +44,9 @@ class Turn(NamedTuple):
 
 
 def price(plain: Sequence[Turn]) -> float:
-    """Return how many tokens plain decoding emits in the time of one prompt token, by least squares
-    over steps.
+    """Return the tokens that plain decoding emits in the time of one prompt token.
+
+    By least squares over steps.
 
     0 if it cannot be estimated.
     """

@@ -54,8 +54,9 @@ SIZES = {
 
 
 def successors(vocabulary: int, seed: int, count: int = 6) -> tuple[Tensor, Tensor]:
-    """Return [V, count] likely next tokens of every token, and the differences of their logits from
-    the likeliest one's.
+    """Return [V, count] likely next tokens of every token, and their distances.
+
+    Differences of their logits from the likeliest token's.
     """
     generator = torch.Generator().manual_seed(seed)
     # Every column is a permutation, so that no token is likely everywhere.
@@ -106,8 +107,9 @@ def build(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Return a model whose next-token logits are `_LIKELIHOOD + below_VS` at `tokens_VS`, and near
-    0 elsewhere.
+    """Return a model whose next-token logits are large at `tokens_VS`.
+
+    They are `_LIKELIHOOD + below_VS` there, and near 0 elsewhere.
     """
     model = random_model(size, vocabulary, positions, seed, device, dtype)
     for layer in model.model.layers:

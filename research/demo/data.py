@@ -203,8 +203,9 @@ def merge_turns(turns: Sequence[Sequence[str]]) -> tuple[Message, ...]:
 
 
 def story_messages(document: Document) -> tuple[Message, ...]:
-    """A piece of prose as a conversation in which the user asks for a story and keeps asking for
-    more.
+    """A piece of prose as a conversation.
+
+    The user asks for a story and keeps asking for more.
     """
     replies: list[str] = []
     for paragraph in document.text.split("\n"):
@@ -291,8 +292,9 @@ def encode(documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast, au
 
 
 def write_heldout_prompts(documents: Sequence[Document], out_dir: Path) -> None:
-    """Small samples of held-out text for benchmarks: conversations ending with a user turn, and
-    prose.
+    """Small samples of held-out text for benchmarks.
+
+    Conversations that end with a user turn, and prose.
     """
     per_source = {"sgd": 90, "persona": 50, "taskmaster": 30, "gsm8k": 30}
     held_out = sorted((d for d in documents if d.held_out), key=lambda d: d.digest)

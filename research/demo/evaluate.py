@@ -1,5 +1,6 @@
-"""Measure the embedded model pair on held-out text and write ``evaluation.json`` and the model
-card.
+"""Measure the embedded model pair on held-out text.
+
+Write ``evaluation.json`` and the model card.
 
 Reports, per source and over all dialogues: loss of both models, and the single-draft acceptance at
 temperature 1, which is the mean over positions of ``sum_x min(p(x), q(x))`` for target distribution
@@ -99,8 +100,9 @@ class Evaluator:
         self.tokenizer: PreTrainedTokenizerFast = load_tokenizer(models_dir / "target")
 
     def assistant_mask(self, ids: Sequence[int]) -> list[bool]:
-        """Return for every token after the first whether it belongs to an assistant turn, including
-        the closing token.
+        """Return for every token after the first whether it belongs to an assistant turn.
+
+        The closing token belongs to it.
         """
         start = self.tokenizer.convert_tokens_to_ids(ROLE_TOKENS["assistant"])
         end = self.tokenizer.convert_tokens_to_ids(END)
@@ -140,8 +142,9 @@ class Evaluator:
         return everything, assistant
 
     def heldout_report(self, heldout: Corpus) -> dict[str, Any]:
-        """All measurements by source, and the dialogue sources together, each weighted by its
-        tokens.
+        """All measurements by source, and the dialogue sources together.
+
+        Each is weighted by its tokens.
         """
         report: dict[str, Any] = {}
         all_tokens, assistant_turns = Sums(), Sums()

@@ -54,8 +54,9 @@ def causal_attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention without a materialised mask, for packed training rows (no cache, no
-    padding).
+    """Causal attention without a materialised mask.
+
+    For packed training rows: no cache, no padding.
     """
     output = functional.scaled_dot_product_attention(
         query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=True

@@ -225,8 +225,9 @@ def sample_corpus(
 def continued(
     logits_of: Callable[[Tensor], Tensor], prompts: Sequence[Sequence[int]], length: int, generator: torch.Generator
 ) -> Tensor:
-    """Sample texts at temperature 1: [B, length] tokens, through end tokens (a new turn or text
-    follows one).
+    """Sample texts at temperature 1: [B, length] tokens.
+
+    Through end tokens: a new turn or text follows one.
 
     logits_of: takes the next tokens [B, N] of all texts, each once, and returns logits [B, V] after
     the last of them.

@@ -1,5 +1,6 @@
-"""Budget of a run: measured speeds, the texts and epochs that fit some hours, and the estimate of
-the time.
+"""Budget of a run.
+
+Measured speeds, the texts and epochs that fit some hours, and the estimate of the time.
 """
 
 from __future__ import annotations

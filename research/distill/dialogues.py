@@ -120,8 +120,9 @@ class ChatTokens:
         return text
 
     def marked(self, messages: Sequence[Message], length: int) -> LearnedText:
-        """Return at most `length` tokens of a conversation, in which the distributions of all
-        answers count.
+        """Return at most `length` tokens of a conversation.
+
+        The distributions of all answers count in it.
         """
         token_ids = self.message_tokens(messages)
         counts = [False] * len(token_ids)

@@ -1,5 +1,6 @@
-"""First weights of an EAGLE-3 head, in closed form: the best linear prediction of the target's next
-state.
+"""First weights of an EAGLE-3 head, in closed form.
+
+The best linear prediction of the target's next state.
 
 The target's state y at token t, after its last layer and normalised, is predicted from y at t - 1
 and the embedding e of token t: y' = A y + B e + c, by least squares. One layer computes this if

@@ -158,8 +158,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def tokens_of(weights: dict[str, Tensor]) -> Tensor | None:
-    """Return [size] the tokens of a head with a smaller vocabulary, None for all of the
-    target's.
+    """Return [size] the tokens of a head with a smaller vocabulary.
+
+    None for all of the target's.
     """
     distances = weights.get("d2t")
     return None if distances is None else distances + torch.arange(len(distances))

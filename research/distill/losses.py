@@ -72,8 +72,9 @@ class TextBatch:
 
 @dataclass(frozen=True)
 class Losses:
-    """One loss, and by depth the acceptance of one drafted token: while it is trained, that among
-    its own tokens.
+    """One loss, and by depth the acceptance of one drafted token.
+
+    While it is trained, that among its own tokens.
     """
 
     loss: Tensor
@@ -107,9 +108,9 @@ def distillation_loss(student_NV: Tensor, teacher: Teacher, tv_weight: float) ->
 
 
 def eagle_losses(head: Any, texts: TextBatch, draft_length: int, tv_weight: float) -> Losses:
-    """EAGLE-3's training-time test: below each token of a text a chain of the text's own tokens is
-    drafted.
+    """Return the losses of EAGLE-3's training-time test.
 
+    Below each token of a text a chain of the text's own tokens is drafted.
     At the first depth a row reads the target's state before its token, at the further ones the
     head's own.
     """

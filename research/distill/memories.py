@@ -1,6 +1,6 @@
-"""Memories of whole texts, in which a head's layers can be trained: nothing is overwritten,
-gradients pass.
+"""Memories of whole texts, in which a head's layers can be trained.
 
+Nothing is overwritten, and gradients pass.
 Rows of R texts of L tokens lie one after the other, [R * L]. (`engine.heads.layers.Memory`.)
 """
 
@@ -63,12 +63,12 @@ class ChainMemory:
 
 
 def _by_text(part_THD: Tensor, num_texts: int) -> Tensor:
-    """[R, H, L, D]"""
+    """Return [R, H, L, D]."""
     return part_THD.reshape(num_texts, -1, *part_THD.shape[1:]).transpose(1, 2)
 
 
 def _flat(part: Tensor) -> Tensor:
-    """[R * L, H, D]"""
+    """Return [R * L, H, D]."""
     return part.transpose(1, 2).flatten(0, 1)
 
 

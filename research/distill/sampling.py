@@ -1,5 +1,6 @@
-"""The target's answers, sampled by the engine itself: its compiled passes, with many requests at
-once.
+"""The target's answers, sampled by the engine itself.
+
+By its compiled passes, with many requests at once.
 
 A text is a function of the seed and its number, so that an interrupted run samples what it would
 have sampled. Answers of one conversation follow each other; conversations are answered side by
@@ -49,8 +50,9 @@ class Sampler:
         """Is called with numbers of new tokens."""
 
     def continued(self, prompts: Sequence[Sequence[int]], first_number: int) -> list[LearnedText]:
-        """Return prompts with what follows them, through end tokens (another turn or text follows
-        one).
+        """Return prompts with what follows them, through end tokens.
+
+        Another turn or text follows one.
         """
         most = self._plan.length - 1
         questions = [
@@ -64,8 +66,9 @@ class Sampler:
         ]
 
     def sampled(self, dialogues: Sequence[FileDialogue], first_number: int) -> list[LearnedText]:
-        """Return what the target writes after prompts of a file: answers to messages, or the rest
-        of a text.
+        """Return what the target writes after prompts of a file.
+
+        Answers to messages, or the rest of a text.
         """
         answered = [one for one in dialogues if one.messages]
         plain = [one for one in dialogues if not one.messages]
@@ -74,9 +77,7 @@ class Sampler:
         return self._answered(answered, first_number) + self.continued(prompts, first_number + len(answered))
 
     def _answered(self, dialogues: Sequence[FileDialogue], first_number: int) -> list[LearnedText]:
-        """Return conversations with the target's answers to all questions that there is room
-        for.
-        """
+        """Return conversations with the target's answers to all questions that have room."""
         chat, plan = self._chat, self._plan
         assert chat is not None
         histories: list[list[Message]] = [[] for _ in dialogues]

@@ -1,5 +1,6 @@
-"""The target while a head is trained for it: its states and distributions, by passes over whole
-texts.
+"""The target while a head is trained for it.
+
+Its states and distributions, by passes over whole texts.
 
 Weights of a GGUF file are dequantised to bfloat16, so the states follow from the weights in the
 file.
@@ -38,8 +39,9 @@ class Observed:
 
 
 def _short_name(name: str) -> str:
-    """Return a model's name without a folder of this machine: that of its GGUF file or folder, or
-    on the hub.
+    """Return a model's name without a folder of this machine.
+
+    That of its GGUF file or folder, or on the hub.
     """
     folder = Path(name)
     if not folder.exists():

@@ -40,8 +40,9 @@ class TextPlace(NamedTuple):
     """The same at its end."""
 
     def cropped(self, context: int) -> TextPlace:
-        """Return the place of the part in which something is learned, with some tokens before
-        it.
+        """Return the place of the part in which something is learned.
+
+        With some tokens before it.
         """
         start = max(0, self.before - context)
         length = self.length - start - self.after
@@ -70,8 +71,9 @@ class Texts:
         return self.folder / f"{source}-{number:05d}.safetensors"
 
     def files(self, num_tokens: float) -> list[Path]:
-        """Return the files of the first batches that have this many tokens together, as far as they
-        are there.
+        """Return the files of the first batches that have this many tokens together.
+
+        As far as they are there.
         """
         files: list[Path] = []
         total = 0
@@ -83,8 +85,9 @@ class Texts:
         return files
 
     def _in_turns(self) -> Iterator[Path]:
-        """Yield the files of sampled batches, each with a batch of given texts after it as long as
-        there are some.
+        """Yield the files of sampled batches, each with a batch of given texts after it.
+
+        As long as there are some.
         """
         for number in count():
             yield self.file(SAMPLED, number)

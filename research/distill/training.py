@@ -60,8 +60,9 @@ class TrainingPlan:
         return self.learning_rate * min(1.0, progress / _WARM_UP_SHARE + 0.01) * cosine
 
     def variation_share(self, progress: float) -> float:
-        """Weight of total variation: none at first, because a head that agrees nowhere learns
-        little from it.
+        """Weight of total variation: none at first.
+
+        A head that agrees nowhere learns little from it.
         """
         return self.tv_weight * min(1.0, max(0.0, (progress - 0.1) / 0.3))
 
@@ -179,8 +180,9 @@ class Training:
 
     @torch.no_grad()
     def coverage(self) -> float:
-        """Return the share of the target's probability that the head's tokens have, where answers
-        are sampled from texts that are not trained on.
+        """Return the share of the target's probability that the head's tokens have.
+
+        Where answers are sampled from texts that are not trained on.
         """
         shares = []
         for place in self.places[:NUM_VALIDATION]:
@@ -189,8 +191,9 @@ class Training:
         return round(float(torch.cat(shares).mean()), 4)
 
     def held_out_prompts(self) -> list[tuple[int, ...]]:
-        """Return beginnings of texts that are not trained on: up to the first answer, or a quarter
-        of a text.
+        """Return beginnings of texts that are not trained on.
+
+        Up to the first answer, or a quarter of a text.
         """
         prompts = []
         for place in self.places[:NUM_VALIDATION]:
@@ -201,8 +204,9 @@ class Training:
 
     @torch.no_grad()
     def validate(self) -> list[float]:
-        """Acceptance at temperature 1 of one drafted token by depth, on texts that are not trained
-        on.
+        """Acceptance at temperature 1 of one drafted token by depth.
+
+        On texts that are not trained on.
         """
         losses = [self._losses(range(first, first + 4), 1.0, is_whole=True) for first in range(0, NUM_VALIDATION, 4)]
         acceptance_L = torch.stack([one.acceptance_L for one in losses]).mean(0)

@@ -1,5 +1,6 @@
-"""*SpecTr-GBV* (Lin et al., 2026): block efficiency of rules by chains and length, on five task
-sets.
+"""*SpecTr-GBV* (Lin et al., 2026): block efficiency of rules by chains and length.
+
+On five task sets.
 
 Measured with the serving engine. Block efficiency is tokens per pass of the target. The expected
 speedup at one request is block efficiency x a plain step's time / the step's time; steps of all
@@ -84,8 +85,9 @@ def _times(pair: ServedPair, wanted: Sequence[SpeculationSetup], progress: Progr
 
 
 def pooled(cells: Sequence[dict[str, Any]], times: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """Return all tasks together: block efficiency with its interval over answers, expected speedup,
-    share of verification.
+    """Return all tasks together.
+
+    Block efficiency with its interval over answers, expected speedup, share of verification.
     """
     groups: dict[tuple[float, str, int, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     for cell in cells:
@@ -113,8 +115,9 @@ def pooled(cells: Sequence[dict[str, Any]], times: dict[str, dict[str, float]]) 
 
 
 def _laws(pair: ServedPair, num_answers: int, progress: Progress) -> list[dict[str, Any]]:
-    """Compare each rule's output distribution with the target's, by a test with answers of two
-    steps and more.
+    """Compare each rule's output distribution with the target's.
+
+    By a test with answers of two steps and more.
     """
     prompt = make_prompt(pair.engine, 1)
     checks = []
@@ -127,8 +130,9 @@ def _laws(pair: ServedPair, num_answers: int, progress: Progress) -> list[dict[s
 
 
 def falls(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the cells whose block efficiency falls with more chains by more than its intervals
-    allow.
+    """Return the cells whose block efficiency falls with more chains.
+
+    By more than its intervals allow.
     """
     found = []
     for row in rows:

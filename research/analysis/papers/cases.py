@@ -1,5 +1,6 @@
-"""Shared parts of the papers' tables: texts of the target with both distributions along them, and
-answers by task.
+"""Shared parts of the papers' tables.
+
+Texts of the target with both distributions along them, and answers by task.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ def recorded_distributions(
 
 
 def synthetic_laws(vocabulary: int, count: int, disturbance: float = 0.6) -> list[tuple[Law, Law]]:
-    """Return synthetic pairs of distributions over large vocabularies: Zipf's logits in random
-    order, and the same with noise.
+    """Return synthetic pairs of distributions over large vocabularies.
+
+    Zipf's logits in random order, and the same with noise.
     """
     laws = []
     for seed in range(count):

@@ -1,5 +1,6 @@
-"""Closed forms of the expected accepted length, compared with the tokens that the engine's steps
-accepted.
+"""Closed forms of the expected accepted length.
+
+They are compared with the tokens that the engine's steps accepted.
 
 A step's expectation is taken along the text that the step and the following ones wrote. That text
 has the target's distribution, so the mean of the closed form over steps is the mean of the accepted
@@ -35,8 +36,9 @@ CASES: tuple[tuple[str, int, Verification, bool], ...] = (
 def compare(
     pair: ServedPair, prompts: Sequence[tuple[int, ...]], length: int, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Return accepted tokens and the sum of the closed form, over the same steps of every rule with
-    chains of a length.
+    """Return accepted tokens and the sum of the closed form.
+
+    Over the same steps of every rule with chains of a length.
     """
     rows = []
     for rule, chains, verification, is_first in CASES:

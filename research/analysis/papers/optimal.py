@@ -1,5 +1,6 @@
-"""*Towards Optimal Multi-draft Speculative Decoding* (Hu et al., ICLR 2025): every rule compared
-with the optimum alpha*.
+"""*Towards Optimal Multi-draft Speculative Decoding* (Hu et al., ICLR 2025).
+
+Every rule is compared with the optimum alpha*.
 
 Measured at single positions: alpha* of i.i.d. drafts, drafts without replacement and greedy drafts,
 and the acceptance of every rule of this project, by the number of drafts and the temperature.
@@ -43,8 +44,9 @@ Row = dict[str, Any]
 
 
 def measure(pair: ServedPair, grid: OptimalGrid, positions: int, progress: Progress) -> dict[str, Any]:
-    """Return rows by temperature and number of drafts, for the pair's and for synthetic
-    distributions; and the findings.
+    """Return rows by temperature and number of drafts, and the findings.
+
+    For the pair's and for synthetic distributions.
     """
     texts = texts_of(pair, pair.dialogues(), 1.0)
     rows: list[Row] = []

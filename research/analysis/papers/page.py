@@ -1,6 +1,4 @@
-"""Page of tables: the paper's statements, the measurements, the pair, and reasons for
-differences.
-"""
+"""Page of tables: the paper's statements, measurements, and reasons for differences."""
 
 from __future__ import annotations
 

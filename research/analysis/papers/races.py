@@ -1,5 +1,6 @@
-"""Beyond the papers: the score race and the weighted race compared with all other rules, at twelve
-drafted tokens per pass.
+"""Beyond the papers: the score race and the weighted race.
+
+They are compared with all other rules, at twelve drafted tokens per pass.
 
 Measured with the engine on the analysed pair and on a second one of another size with known
 distributions (`bench_pair`), and in closed form on distributions recorded along the target's texts,

@@ -1,5 +1,6 @@
-"""*A Theoretical Perspective for Speculative Decoding Algorithm* (Yin et al., NeurIPS 2024):
-rejections and biases.
+"""*A Theoretical Perspective for Speculative Decoding Algorithm* (NeurIPS 2024).
+
+By Yin et al.: rejections and biases.
 
 Theorem 1 on the served rule `token`: rejections in the engine's own steps compared with the sum of
 TV(p, q) over the same texts. Theorem 3 on a Markov chain like that of the paper's simulations, by
@@ -51,8 +52,9 @@ def measure(pair: ServedPair, grid: TheoreticalGrid, positions: int, progress: P
 def _rejections(
     pair: ServedPair, prompts: Sequence[tuple[int, ...]], length: int, progress: Progress
 ) -> dict[str, Any]:
-    """Check Theorem 1: rejections of served answers, and the sum of TV over the positions that were
-    verified in them.
+    """Check Theorem 1: rejections of served answers, and the sum of TV.
+
+    Over the positions that were verified in them.
     """
     speculation = Speculation(rule="token", num_drafts=1, draft_length=length)
     counted, predicted = [], []
@@ -98,8 +100,9 @@ def markov_chain(seed: int) -> tuple[Laws, Laws]:
 
 
 def batches(grid: TheoreticalGrid, progress: Progress) -> list[dict[str, Any]]:
-    """Check Theorem 3 and its limit: rejections of a text by the number of drafts at the first
-    position after each rejection.
+    """Check Theorem 3 and its limit: rejections of a text by the number of drafts.
+
+    Of the drafts at the first position after each rejection.
     """
     p, q = markov_chain(0)
 
@@ -120,15 +123,17 @@ def batches(grid: TheoreticalGrid, progress: Progress) -> list[dict[str, Any]]:
 
 
 def merged(prefix: tuple[int, ...]) -> tuple[int, ...]:
-    """Return (position, last state) of such a name with one more state: the future depends on these
-    alone.
+    """Return (position, last state) of such a name with one more state.
+
+    The future depends on these alone.
     """
     return (1, prefix[0]) if len(prefix) == 1 else (prefix[0] + 1, prefix[2])
 
 
 def simulate(p: Laws, q: Laws, batch: int, runs: int, seed: int) -> Law:
-    """Return [runs] the rejections of the paper's Algorithm 4: a restart tries `batch` chains'
-    first tokens, then follows one.
+    """Return [runs] the rejections of the paper's Algorithm 4.
+
+    A restart tries `batch` chains' first tokens, then follows one.
     """
     random = np.random.default_rng(seed)
     state = np.zeros(runs, dtype=np.int64)
@@ -162,8 +167,9 @@ def simulate(p: Laws, q: Laws, batch: int, runs: int, seed: int) -> Law:
 
 
 def front(laws: Sequence[tuple[Law, Law]], epsilons: Sequence[float]) -> list[dict[str, float]]:
-    """Return means over positions: rejection, and the distance from the target for OPT and UNO, by
-    epsilon.
+    """Return means over positions: rejection, and the distance from the target.
+
+    For OPT and UNO, by epsilon.
     """
     rows = []
     for epsilon in (0.0, *epsilons):
@@ -184,8 +190,9 @@ def front(laws: Sequence[tuple[Law, Law]], epsilons: Sequence[float]) -> list[di
 def _answers(
     pair: ServedPair, prompts: Sequence[tuple[int, ...]], epsilons: Sequence[float], progress: Progress
 ) -> list[dict[str, Any]]:
-    """Return whole answers of the engine: tokens per pass, and their quality as judged by the
-    target.
+    """Return whole answers of the engine: tokens per pass, and their quality.
+
+    The target judges the quality.
 
     The judge is the target's mean log-likelihood of a token. A comparison is won by the likelier
     answer to the same prompt; a tie counts for half.
