@@ -93,8 +93,6 @@ class RunResult:
     """Answers in the order of the prompts, also those that ended later."""
     total_s: float = 0.0
     """Time until the end of the last answer."""
-    num_events: int = 0
-    """Number of chunks of all answers."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -123,7 +121,7 @@ async def closed_loop(
         began = time.perf_counter()
         await asyncio.gather(*(worker() for _ in range(min(concurrency, len(prompts)))))
         answered = tuple(samples[number] for number in range(len(prompts)))
-        return RunResult(*busy[0], answered, time.perf_counter() - began, len(received))
+        return RunResult(*busy[0], answered, time.perf_counter() - began)
 
 
 async def _stream_one(
