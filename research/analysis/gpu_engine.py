@@ -12,23 +12,22 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from engine.attention.attention import HOOK, register
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
-from engine.control.step_time import Prices
 from engine.cuda.recorded.menu import distributions_on, menu
 from engine.plan import Plan
 from engine.start.building import assemble, recorded_drafts
 from engine.start.distribution_check import check_distribution, check_power, is_blind
 from engine.start.loading import adopt
-from engine.start.measuring import synthetic_plan
+from engine.start.measuring import measure_prices, synthetic_plan
 from engine.step.engine import Engine
 from research.analysis import arms
-from research.analysis.fast_paths import fast_paths, steps_of
+from research.analysis.gpu_exactness import fast_paths, steps_of
 from research.analysis.gpu_results import SectionResults, described, middle_s, require_all, wait
 from research.analysis.load import Load
 from research.demo import bench_pair
@@ -274,36 +273,23 @@ def load_of(options: argparse.Namespace, count: int, length: int, seed: int) -> 
     return Load(prompts, 64 if options.device == "cuda" else 8, 1.0)
 
 
-class Candidates(NamedTuple):
-    """Arms that are compared, and the measured steps that they begin with."""
-
-    engine: Engine
-    prices: Prices
-    names: Sequence[str]
-
-    def make(self, load: Load) -> dict[str, arms.Arm]:
-        """Return new arms."""
-        return arms.make_arms(self.engine, self.names, self.prices, load)
-
-
 def cells(
-    options: argparse.Namespace,
-    findings: SectionResults,
-    candidates: Candidates,
-    loads: Sequence[tuple[int, int]],
-    seconds: float,
+    options: argparse.Namespace, findings: SectionResults, engine: Engine, names: Sequence[str], seconds: float
 ) -> None:
-    """Measure tokens per second of arms in turns, cell by cell.
+    """Measure tokens per second of arms in turns, by the number of requests.
 
-    loads: (requests at once, tokens of a prompt); seconds: of plain decoding in a cell.
+    seconds: of plain decoding in a cell.
     """
+    prices = measure_prices(engine, arms.speculation_of("adaptive"))
     found = []
-    for concurrency, length in loads:
+    counts, length = ((1, 4, 16, 64), 300) if options.device == "cuda" else ((1, 2), 40)
+    for concurrency in counts:
         load = load_of(options, 2 * concurrency, length, seed=length)
-        arms.check_room(candidates.engine.facts, candidates.names, load, concurrency)
+        arms.check_room(engine.facts, names, load, concurrency)
         durations = arms.Durations(seconds * options.scale, seconds / 3 * options.scale)
+        make = partial(arms.make_arms, engine, names, prices, load)
         with tqdm(total=1, disable=True) as progress:
-            cell = arms.measure(partial(candidates.make, load), load, concurrency, durations, progress)
+            cell = arms.measure(make, load, concurrency, durations, progress)
         found.append({"context": length, **cell})
         findings.add("cells", found, is_shown=False)
         for name, arm in cell["arms"].items():

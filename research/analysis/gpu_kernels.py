@@ -1,9 +1,10 @@
 """Times of the Triton kernels at the shapes of Qwen3-8B and Qwen3-0.6B, for `gpu_sections.py`.
 
 A time is that of a replayed CUDA graph, whose runs rotate over more data than the device's cache
-holds. Not for: numbers. Tests compare every kernel with plain operations (`gpu_tests.py`), and
-`gpu_exactness.py` compares an engine at these shapes. On a CPU small shapes are a dry run in
-Triton's interpreter.
+holds. On a CPU small shapes are a dry run in Triton's interpreter.
+
+Not for: verdicts and moves, which the profile of a step shows (`gpu_engine.py`); numbers, which
+tests compare with plain operations (`gpu_tests.py`), and `gpu_exactness.py` at these sizes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ from engine.attention.groups import ScoreOptions
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput, build
 from engine.attention.paged import Paged, upload
 from engine.attention.tensors import KVShape, KVTensors
-from engine.kernels.draw import categorical
-from engine.kernels.protocol import ChainNoise, Chains, Filters, ProbsTable
-from engine.kernels.torch_kernels import TORCH
+from engine.kernels.protocol import Filters
 from engine.speculation.topology import drawn_tree
 from research.analysis.gpu_results import SectionResults
 
@@ -257,55 +256,5 @@ def sampling(times: KernelTimes) -> None:
         times.add(f"draw, {count} rows", [draw], logits.numel() * 4)
 
 
-def verdicts(times: KernelTimes) -> None:
-    """Measure the race of four chains of five tokens, for several requests."""
-    from engine.cuda.kernels import TritonKernels
-
-    width = _VOCABULARY if times.on_cuda else 2500
-    for count in (1, 4, 12) if times.on_cuda else (2,):
-        chains, target, noise = chains_of(times.device, count, 4, 5, width)
-        num_bytes = (chains.draft.probs_NV.numel() + target.probs_NV.numel()) * 4
-        times.add(f"verdict, {count} x 4x5", [partial(TritonKernels().race, chains, target, noise)], num_bytes)
-
-
-def chains_of(
-    device: torch.device, num_requests: int, num_chains: int, length: int, width: int
-) -> tuple[Chains, ProbsTable, ChainNoise]:
-    """Return random chains whose first tokens are often accepted."""
-    count = num_requests * num_chains
-    draft_NV = (2 * torch.randn(count * length, width, device=device)).softmax(1)
-    target_NV = (2 * torch.randn(count * (length + 1), width, device=device)).softmax(1)
-    row_CX = torch.arange(count * (length + 1), device=device).view(count, length + 1)
-    target_NV[row_CX[:, :-1].flatten()] = 0.2 * target_NV[row_CX[:, :-1].flatten()] + 0.8 * draft_NV
-    uniform_N = torch.rand(count * length, device=device, dtype=torch.float64)
-    tokens_CL = categorical(draft_NV, uniform_N).view(count, length)
-    draft = ProbsTable(draft_NV, torch.arange(count * length, device=device).view(count, length), TORCH)
-    chains = Chains(
-        tokens_CL,
-        torch.full((count,), length, device=device),
-        torch.arange(num_requests, device=device).repeat_interleave(num_chains),
-        draft,
-        shape=(num_requests, num_chains),
-    )
-    numbers = torch.rand(2 * length + 3, count, device=device, dtype=torch.float64).unbind()
-    accept_CL, chosen_CL = (torch.stack(numbers[at : at + length], 1) for at in (0, length))
-    noise = ChainNoise(accept_CL, numbers[-1], numbers[-2], chosen_CL, numbers[-3])
-    return chains, ProbsTable(target_NV, row_CX, TORCH), noise
-
-
-def moves(times: KernelTimes) -> None:
-    """Measure moves of accepted K/V in all layers."""
-    from engine.cuda import move_kernel
-
-    shape = (72, 64 * 64, 8, 128) if times.on_cuda else (2, 64, 2, 16)
-    storage = times.randn(*shape)
-    for count in (1, 16, 64) if times.on_cuda else (1,):
-        moved = [[(64 * number + slot + 1, 64 * number + slot) for slot in range(5)] for number in range(count)]
-        operands = torch.tensor(moved, device=times.device).repeat(1, 7, 1)[:, :32].contiguous()
-        operands[:, 5:] = -1
-        num_bytes = 2 * 5 * count * shape[0] * shape[2] * shape[3] * storage.itemsize
-        times.add(f"moves, {count} x 5", [partial(move_kernel.keep, storage, operands)], num_bytes)
-
-
-MEASURED = (attention, sampling, verdicts, layers, moves, products)
+MEASURED = (attention, sampling, layers, products)
 """Most telling first."""

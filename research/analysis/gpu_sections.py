@@ -26,13 +26,11 @@ from engine.models.quantising import FORMATS
 from engine.start.building import assemble
 from engine.start.distribution_check import check_distribution
 from engine.start.loading import adopt, load_pair
-from engine.start.measuring import measure_prices
 from engine.start.probe import find_kv_shape, probe
 from engine.step.engine import Engine
 from research.analysis import arms
 from research.analysis.gpu_engine import (
     QWEN3_SAMPLING,
-    Candidates,
     NotRecorded,
     build,
     cells,
@@ -49,7 +47,6 @@ from research.analysis.gpu_results import SectionResults, add_setting, ceilings,
 
 _FEW_SHAPES = ("off", "block:1x5", "bv_race:4x5", "adaptive")
 _SHAPES = ("off", "block:1x3", "block:1x5", "bv_race:2x5", "bv_race:4x5", "adaptive")
-_DRY_LOADS = ((1, 40), (2, 40))
 
 
 def engine(options: argparse.Namespace, findings: SectionResults) -> None:
@@ -71,13 +68,7 @@ def engine(options: argparse.Namespace, findings: SectionResults) -> None:
     findings.attempt("steps", partial(steps, options, findings, built, found["copied_bytes_per_s"]))
     checked = [("off", {}), ("bv_race:4x5", {}), ("bv_race:4x5", QWEN3_SAMPLING)]
     findings.attempt("distributions", partial(check_output, options, findings, built, checked, 375))
-    loads = ((1, 300), (4, 300), (16, 300), (64, 300)) if on_cuda else _DRY_LOADS
-
-    def speeds() -> None:
-        prices = measure_prices(built, arms.speculation_of("adaptive"))
-        cells(options, findings, Candidates(built, prices, _FEW_SHAPES), loads, 1.4)
-
-    findings.attempt("speeds", speeds)
+    findings.attempt("speeds", partial(cells, options, findings, built, _FEW_SHAPES, 1.4))
     for name in ("off", "bv_race:4x5"):
         findings.attempt(f"profile {name}", partial(_profile, findings, built, name))
 
@@ -137,11 +128,7 @@ def kernels(options: argparse.Namespace, findings: SectionResults) -> None:
 def record(options: argparse.Namespace, findings: SectionResults) -> None:
     """Measure tokens per second of every shape."""
     built = build(options, findings, 48 << 30, options.eager)
-    prices = measure_prices(built, arms.speculation_of("adaptive"))
-    on_cuda = options.device == "cuda"
-    loads = ((1, 300), (4, 300), (16, 300), (64, 300)) if on_cuda else _DRY_LOADS
-    candidates = Candidates(built, prices, _SHAPES)
-    findings.attempt("speeds", partial(cells, options, findings, candidates, loads, 4.0))
+    findings.attempt("speeds", partial(cells, options, findings, built, _SHAPES, 4.0))
 
 
 def weights(options: argparse.Namespace, findings: SectionResults) -> None:
