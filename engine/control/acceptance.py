@@ -32,8 +32,10 @@ def with_chains(acceptance: float, num_drafts: int) -> float:
 
 
 class Acceptance:
-    """Acceptance of drafted tokens, by number of chains and position in the chain, given that the
-    tokens before were accepted; and the prompts that the draft model must read.
+    """Acceptance of drafted tokens, by number of chains and position in the chain.
+
+    It holds given that the tokens before were accepted. Also the prompts that the draft model must
+    read.
     """
 
     def __init__(self, longest: int) -> None:
@@ -89,8 +91,9 @@ class Acceptance:
         return reached
 
     def by_position(self, num_drafts: int) -> Numbers:
-        """Return [longest] the acceptance of each position, given the positions before. With few
-        observations it is estimated from other numbers of chains and the prior.
+        """Return [longest] the acceptance of each position, given the positions before.
+
+        With few observations it is estimated from other numbers of chains and the prior.
         """
         belief = with_chains(self._acceptance_of_single_chain(), num_drafts)
         by_position = np.full(self._longest, min(SUREST, belief))

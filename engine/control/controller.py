@@ -1,5 +1,6 @@
-"""Choose one shape for all adaptive requests of a step: the shape with the most tokens per second,
-or plain decoding.
+"""Choose one shape for all adaptive requests of a step, or plain decoding.
+
+It is the choice with the most tokens per second.
 
 The tokens of K chains of L tokens come from the acceptance so far (`acceptance.py`), and the time
 of its steps is measured against plain steps under the same load (`step_time.py`). A choice holds
@@ -91,10 +92,9 @@ class Controller:
     def choose(
         self, adaptive: Sequence[AdaptiveSequence], others: Sequence[Fanout] = (), with_prompts: bool = False
     ) -> None:
-        """Choose the drafts of the adaptive requests that emit in the next step. Called before each
-        step.
+        """Choose the drafts of the adaptive requests that emit in the next step.
 
-        others: drafts of each of the other requests in the step.
+        Called before each step. others: drafts of each of the other requests in the step.
         """
         self._num_unapplied += 1
         if not adaptive:

@@ -183,8 +183,9 @@ class StepTimes:
         return PlainTimes(prompt_s=prompt_s)
 
     def _prompt_part_s(self, arm: StepArm | None, work: StepWork, rest_s: float, unit_s: float) -> float:
-        """Return the part of a step's time that its prompts took; with drafts, at most what they
-        take without.
+        """Return the part of a step's time that its prompts took.
+
+        With drafts, it is at most what they take without.
         """
         usual_s = self._prompts_s(work)
         prompt_s = usual_s
