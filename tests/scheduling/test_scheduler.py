@@ -11,7 +11,9 @@ from engine.control.step_time import StepTimes
 from engine.control.step_work import PLAIN
 from engine.plan import Emission, Plan, StepVerdict
 from engine.request import Limits, Request, Speculation
+from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence
 from engine.scheduling.store import BlockStore
 from tests.scheduling.machine import Machine
 
@@ -333,6 +335,13 @@ def test_the_draft_model_computes_no_more_of_a_prompt_than_it_sees() -> None:
     scheduler.submit(request("b", 40, 9, drafts=1, draft_length=2))
     assert drafted(scheduler, 1) == [(30, 10, 30)]
     assert scheduler.num_cache_hits == 32, "as much as the draft model can catch up on in a quarter of a step"
+
+
+def test_a_text_waits_for_the_draft_blocks_of_its_window_only() -> None:
+    tables = BlockTables(BlockStore(64, BLOCK_SIZE), BlockStore(4, BLOCK_SIZE))
+    for window, has_blocks in ((8, True), (0, False)):
+        sequence = Sequence(1, request("a", 40, 9, drafts=1, draft_length=2), 0.0, draft_window=window)
+        assert tables.has_blocks(sequence, 42) == has_blocks
 
 
 def test_blocks_of_a_preempted_request_are_found_again() -> None:
