@@ -61,7 +61,7 @@ def _rendered_marks(shown: str | None) -> Iterator[ThoughtMarks]:
 def _proves(probe: Probe, marks: ThoughtMarks) -> bool:
     """Return whether these marks are written or dropped, or are tokens of the model."""
     if marks.lead:
-        return False
+        return f"{marks.lead}{ANSWER}" in (probe.answer(content=ANSWER) or "")
     prompts = [probe.question(variables) or "" for variables in _SWITCHES]
     if any(marks.close in prompt or tail(prompt).rstrip().endswith(marks.open.rstrip()) for prompt in prompts):
         return True

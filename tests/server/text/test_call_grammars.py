@@ -230,12 +230,13 @@ def test_strict_calls_in_free_text_are_read_back(
     syntax = SYNTAXES[form]
     begin = "[add(" if form == PYTHONIC else syntax.mark or "{"
     answers = model.answers(
-        grammar_of(use, model), 12, [HARMONY_CALL if form == HARMONY else begin] * 9 + likely_in(form)
+        grammar_of(use, model), 24, [HARMONY_CALL if form == HARMONY else begin] * 9 + likely_in(form)
     )
     seen = 0
     for answer in answers:
         outside, calls, _ = read(use, answer)
-        assert begin not in outside or form in (LLAMA3_JSON, PYTHONIC, HARMONY), answer
+        is_too_large = re.search(r"[eE]\+?\d{4}|\d[eE]\+?[3-9]\d\d", outside)  # no float, so its call stays text
+        assert begin not in outside or is_too_large or form in (LLAMA3_JSON, PYTHONIC, HARMONY), answer
         for name, arguments in calls:
             seen += 1
             if name == strict.function.name:
