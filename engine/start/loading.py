@@ -38,6 +38,7 @@ from engine.models.quantising import (
 )
 from engine.models.rope import depends_on_length, fix_rope
 from engine.models.weight_files import check_unplaced, missing_fault, wrapper_prefix
+from engine.models.wrappers import KEY_MAPPING, wrapper_of
 from engine.start.architectures import check_config, read_config
 from engine.start.number_formats import (
     choose_device,
@@ -203,7 +204,7 @@ def _from_pretrained(name: str, config: Any, device: torch.device, weights: str,
     weights: of `load`; options: further arguments of `from_pretrained`.
     """
     models = import_transformers().AutoModelForCausalLM
-    options |= _renaming(name)
+    options |= _renaming(name, config)
     try:
         with warnings.catch_warnings():
             # Newer versions have another value of `tp_plan`, which the older ones do not know.
@@ -223,12 +224,14 @@ def _from_pretrained(name: str, config: Any, device: torch.device, weights: str,
             fault = missing_fault(report[kind], report.get("unexpected_keys", ()))
             raise LoadError(f"{name}: {fault}")
     unplaced = map(str, report.get("unexpected_keys", ()))
-    check_unplaced(name, model, unplaced, is_quantised=stored_method(config) is not None)
+    check_unplaced(name, model, unplaced, stored_method(config) is not None, wrapper_of(config))
     return model
 
 
-def _renaming(name: str) -> dict[str, Any]:
+def _renaming(name: str, config: Any) -> dict[str, Any]:
     """Return arguments of `from_pretrained` that remove a wrapped model's prefix."""
+    if wrapper_of(config):
+        return {"key_mapping": dict(KEY_MAPPING)}
     prefix = wrapper_prefix(Path(name)) if Path(name).is_dir() else ""
     if not prefix:
         return {}
