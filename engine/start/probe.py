@@ -134,7 +134,8 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
     import_transformers().AttentionInterface.register(f"{HOOK}_shape", record)
     register_masks(f"{HOOK}_shape")
     with attention(loaded.model, f"{HOOK}_shape"), torch.inference_mode():
-        plain_forward(loaded.model, [[1, 2]])
+        # Without a cache, masks would also part texts that are packed into one row.
+        plain_forward(loaded.model, [[1, 2]], import_transformers().DynamicCache())
     shapes = set(seen.values())
     if len(shapes) != 1 or sorted(seen) != list(range(len(seen))):
         raise LoadError(

@@ -17,7 +17,7 @@ def text_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]
     return code, captured.out + captured.err
 
 
-def test_configuration_alone_tells_how_a_model_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuration_alone_shows_how_a_model_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A wrapper's text has our own decoder; a refused type names what is missing."""
     families.wrapper_config("qwen3_vl", families.PLACEHOLDERS, {}).save_pretrained(tmp_path)
     code, text = text_of(tmp_path, capsys)
