@@ -10,7 +10,8 @@ import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,7 @@ def _from_pretrained(name: str, config: Any, device: torch.device, weights: str,
     models = import_transformers().AutoModelForCausalLM
     options |= _renaming(name, config)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_report():
             # Newer versions have another value of `tp_plan`, which the older ones do not know.
             warnings.simplefilter("ignore", FutureWarning)
             model, report = models.from_pretrained(
@@ -226,6 +227,21 @@ def _from_pretrained(name: str, config: Any, device: torch.device, weights: str,
     unplaced = map(str, report.get("unexpected_keys", ()))
     check_unplaced(name, model, unplaced, stored_method(config) is not None, wrapper_of(config))
     return model
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Keep transformers' table of unused tensors out of the log, which `check_unplaced` sums up."""
+    reporter = logging.getLogger("transformers.modeling_utils")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    reporter.addFilter(is_other)
+    try:
+        yield
+    finally:
+        reporter.removeFilter(is_other)
 
 
 def _renaming(name: str, config: Any) -> dict[str, Any]:

@@ -17,7 +17,16 @@ from safetensors.torch import load_file, save_file
 from engine.config import SpeculationConfig
 from engine.cpu.decoder import CpuDecoder
 from engine.errors import ConfigError, LoadError, RequestError
-from engine.models.wrappers import KEY_MAPPING, WRAPPERS, plain_module, plain_name, text_config, text_object
+from engine.models.adapter import merge, read_adapter
+from engine.models.wrappers import (
+    KEY_MAPPING,
+    WRAPPERS,
+    plain_module,
+    plain_name,
+    text_config,
+    text_object,
+    wrapped_names,
+)
 from engine.request import Speculation
 from engine.scheduling.request_checks import check_requests
 from engine.start.architectures import read_config
@@ -116,7 +125,7 @@ def test_names_of_every_layout_are_read_and_a_mistaken_prefix_is_refused(
     with caplog.at_level("INFO", logger="polydraft"):
         found = loaded_from(tmp_path).model.state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    lines = [line for line in caplog.messages if "are not loaded" in line]
+    lines = [line for line in caplog.messages if "vision" in line or "are not loaded" in line]
     assert len(lines) == 1
     assert re.search(r"serving the text part of idefics3; its \d+ other tensors are not loaded", lines[0])
     wrong = {pattern: replacement for pattern, replacement in KEY_MAPPING.items() if "lm_head" in pattern}
@@ -140,6 +149,28 @@ def test_wrappers_own_fields_hold_for_its_text_model(folder: Path) -> None:
         plain_module("name", "ignore", "re:.*language_model.*q_proj")
     assert read_config(str(folder), None).wrapper_type == "idefics3"
     assert {"qwen3_vl", "gemma3", "mistral3"} <= WRAPPERS.keys()
+
+
+def test_adapters_and_modules_of_drafts_are_named_as_in_the_wrapper(folder: Path, tmp_path: Path) -> None:
+    """Patterns of names, too: without the prefix, a pattern would change no scale."""
+    module = "layers.0.self_attn.q_proj"
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "task_type": "CAUSAL_LM"}
+    merged = []
+    for place in ("model.text_model.", "model.language_model.", "model."):
+        pattern = {f"{place}{module}": 8}
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**fields, "alpha_pattern": pattern}))
+        parts = {"A": torch.ones(2, 32), "B": torch.ones(32, 2)}
+        tensors = {f"base_model.model.{place}{module}.lora_{part}.weight": weight for part, weight in parts.items()}
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+        target = loaded_from(folder)
+        before = target.model.get_submodule(f"model.{module}").weight.clone()
+        assert merge(target.model, read_adapter(str(tmp_path))) == 1
+        merged.append(target.model.get_submodule(f"model.{module}").weight - before)
+    for change in merged:
+        torch.testing.assert_close(change, torch.full((32, 32), 8.0))
+    names = wrapped_names("model.layers.46.eh_proj.weight")
+    assert len(names) == len(set(names))
+    assert {plain_name(name) for name in names} == {"model.layers.46.eh_proj.weight"}
 
 
 @pytest.mark.slow
