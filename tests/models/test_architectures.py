@@ -69,7 +69,7 @@ SPECULATIONS = {
 # force preemption.
 LENGTHS = (3, 30, 1, 47, 12)
 IN_THE_GATE = {"dots1", "idefics3", "llama4_text", "qwen3", "qwen3_vl", "stablelm"}
-"""One type of each group: plain, wrapper, chunks, our own decoder with windows, plain family, context."""
+"""Types of each group: text models, chunks, windows in our own decoder, and wrappers."""
 EVERY = sorted({*families.NAMES, *WRAPPERS})
 CROWDED = {"budget": 26, "num_blocks": 12, "max_model_len": 80}
 
