@@ -223,6 +223,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Drafters by name (`DRAFTERS`); `model` is missing without a draft model."""
     max_copied_tokens: int
     rules: dict[str, RuleFacts]
+    placeholder_ids: list[int] = []
+    """Tokens of images, videos and audio, which no prompt may have and no answer has."""
     memory_plan: dict[str, int]
     """Bytes by purpose: weights, draft_weights, kv_cache, draft_kv_cache, workspace, graphs."""
 

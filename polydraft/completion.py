@@ -15,6 +15,7 @@ import shtab
 
 import loadtest.cli
 import server.chat.terminal
+from polydraft.check import parser as check_parser
 from server.settings.flags import completed_parser
 
 SHELLS = ("bash", "zsh", "fish")
@@ -70,6 +71,7 @@ def all_commands() -> argparse.ArgumentParser:
     commands = result.add_subparsers(dest="command")
     parsers = {
         "serve": (_with_files("serve"), "serve a model over HTTP"),
+        "check": (check_parser(), "tell whether and how a model is served"),
         "run-batch": (_with_files("run-batch"), "answer a file of requests"),
         "chat": (server.chat.terminal.parser(), "chat with a running daemon"),
         **_research(),

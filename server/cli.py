@@ -28,6 +28,7 @@ usage: polydraft COMMAND [ARGUMENTS]
 
 commands:
   serve [MODEL]   serve a model over HTTP (without MODEL: the embedded demonstration pair)
+  check MODEL     tell from a model's config.json whether and how it is served, without its weights
   run-batch FILE  answer the lines of a batch without a daemon
   chat            chat with a running daemon in the terminal
   analyze         measure a target and a draft model: exactness, speedup, flags to serve them with (in a clone only)
@@ -39,7 +40,12 @@ commands:
 `polydraft COMMAND --help` explains a command's usual flags, `polydraft help COMMAND` all of them.
 """
 
-_MODULES = {"analyze": "research.analysis", "distill": "research.distill", "completion": "polydraft.completion"}
+_MODULES = {
+    "analyze": "research.analysis",
+    "check": "polydraft.check",
+    "completion": "polydraft.completion",
+    "distill": "research.distill",
+}
 """Commands that are processes."""
 _NO_RESEARCH = (
     "this installation has no folder research/, because the wheel leaves it out; "
@@ -49,7 +55,7 @@ _CLIENTS = {"bench": "loadtest.cli", "chat": "server.chat.terminal"}
 """Commands that are functions of other packages."""
 _FEWEST_FILES, _MOST_FILES = 48, 1 << 16
 """Files that a start needs, and the highest limit that is asked for."""
-_COMMANDS = ("serve", "run-batch", "chat", "analyze", "distill", "bench", "completion", "version", "help")
+_COMMANDS = ("serve", "check", "run-batch", "chat", "analyze", "distill", "bench", "completion", "version", "help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

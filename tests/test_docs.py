@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.models.wrappers import WRAPPERS
 from engine.start.architectures import FITTING_MODEL_TYPES
+from engine.start.refusals import REASONS
 from server.openai.responses import ResponsesRequest
 from server.settings import foreign_flags
 from server.settings.flags import parse_flags
@@ -50,11 +52,18 @@ def test_every_metric_of_an_answer_is_on_the_page(part: type) -> None:
     assert not sorted(set(part.__struct_fields__) - rows)  # type: ignore[attr-defined]
 
 
-def test_families_on_the_page_are_served() -> None:
+def test_families_on_the_page_are_served_and_refused() -> None:
     page = (DOCS / "models.md").read_text()
-    section = page[page.index("\n## Families") :].partition("\n## Where")[0]
-    lists = re.findall(r":((?:\s+[a-z0-9_-]+,?)+)\.", section)
-    assert frozenset(re.findall(r"[a-z0-9_-]+", " ".join(lists))) == FITTING_MODEL_TYPES
+    section = page[page.index("\n### Text models") :].partition("\n## Dialogues")[0]
+    texts, wrappers, refused = section.split("\n### ")[1:]
+    assert frozenset(re.findall(r"[a-z0-9_-]+", texts.partition("\n")[2])) == FITTING_MODEL_TYPES
+    assert frozenset(re.findall(r"[a-z0-9_-]+", wrappers.partition("\n")[2])) == WRAPPERS.keys()
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", refused, re.MULTILINE)[2:]
+    assert {why: types.split(", ") for why, types in rows} == {why: types.split() for why, types in REASONS.items()}
+    types = [name for names in REASONS.values() for name in names.split()]
+    assert len(types) == len(set(types))
+    assert FITTING_MODEL_TYPES.isdisjoint(types)
+    assert WRAPPERS.keys().isdisjoint(types)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

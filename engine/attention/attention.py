@@ -1,9 +1,10 @@
 """Paged, tree-masked attention for unmodified transformers models.
 
 One function is registered with transformers under `HOOK`. A model that is loaded with this
-attention implementation calls it in every layer with rotated q and k, and with the object that was
-passed to the model as the keyword `metadata`. No mask function is registered under the name, so
-transformers builds no mask. (transformers >= 5.17; `docs/architecture.md`.)
+attention implementation calls it in every layer with rotated q and k. The pass is known by context
+(`running`), because the layers of some models drop keywords. No mask function is registered under
+the name, so transformers builds no mask; a layer's mask is found once (`masks.py`). (transformers
+>= 5.17; `docs/architecture.md`.)
 
 The plain path is one call for each group of sequences (`groups.py`), on any device. With a single
 sequence in every group it is the oracle of the faster paths.
@@ -11,16 +12,21 @@ sequence in every group it is the oracle of the faster paths.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from engine.attention.groups import Group, ScoreOptions, attend_group
 from engine.attention.inputs import StepLayout
+from engine.attention.masks import mask_of
 from engine.attention.paged import Paged
 from engine.attention.tensors import KVTensors
+from engine.errors import LoadError
 
 HOOK = "polydraft_tree"
 
@@ -83,6 +89,19 @@ class AttentionMetadata:
         return output[0]
 
 
+_RUNNING: ContextVar[tuple[AttentionMetadata, Tensor]] = ContextVar("running")
+
+
+@contextmanager
+def running(metadata: AttentionMetadata, positions_T: Tensor) -> Iterator[None]:
+    """Let the hook attend for a pass, whose tokens have these positions."""
+    token = _RUNNING.set((metadata, positions_T))
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
 def attend(
     module: Any,
     query: Tensor,
@@ -98,14 +117,20 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attend in one layer (the hook).
 
-    query (1, H, T, D), key and value (1, H_kv, T, D) -> ((1, T, H, D_v), None).
+    query (1, H, T, D), key and value (1, H_kv, T, D) -> ((1, T, H, D_v), None). metadata: of our
+    own layers; else the running pass has it.
     """
-    assert metadata is not None, "the model was called without metadata"
+    if metadata is None:
+        metadata, positions_T = _RUNNING.get()
+        query = _with_temperature(module, query, positions_T)
+    mask = mask_of(module, sliding_window)
     layer = module.layer_idx
     metadata.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    operands = (metadata.storage, layer, query, scaling, ScoreOptions(softcap, s_aux), sliding_window)
+    operands = (metadata.storage, layer, query, scaling, ScoreOptions(softcap, s_aux, mask.chunk), mask.window)
     if metadata.paged is not None:
         assert metadata.kernel is not None
+        if mask.chunk is not None:
+            raise LoadError("the attention kernel has no masks of chunks")
         return metadata.kernel.attend_paged(metadata.paged, *operands), None
     parts = [attend_group(group, *operands) for group in metadata.groups]
     if len(parts) == 1 and isinstance(metadata.groups[0].rows, slice):
@@ -114,6 +139,24 @@ def attend(
     for group, part in zip(metadata.groups, parts, strict=True):
         output[group.real_rows] = part
     return output.unsqueeze(0), None
+
+
+def _with_temperature(module: Any, query: Tensor, positions_T: Tensor) -> Tensor:
+    """Return queries (1, H, T, D) scaled by their positions, if their layer has counted rows.
+
+    The layers of Llama 4 without a rotary embedding scale queries by the number of the row, which
+    is the position in a pass of one text alone.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return query
+
+    def scale(place_T: Tensor) -> Tensor:
+        length, share = float(module.floor_scale), float(module.attn_scale)
+        return torch.log1p(torch.floor((place_T.float() + 1) / length)) * share + 1
+
+    rows_T = torch.arange(len(positions_T), device=positions_T.device)
+    ratio_T = scale(positions_T) / scale(rows_T)
+    return (query * ratio_T[:, None]).to(query.dtype)
 
 
 def register() -> None:

@@ -36,6 +36,8 @@ class ScoreOptions(NamedTuple):
     softcap: float | None = None
     sinks: Tensor | None = None
     """[H] Logit of each head that takes its share of the weights and has no value."""
+    chunk: int | None = None
+    """Positions of a chunk: a token sees the keys of its own chunk; None if it sees all."""
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Group:
     """([B, Q] positions of queries, [B, K] of keys), for sliding windows."""
     real: Tensor | None
     """Indices of the queries that are not padding; None for all."""
-    _bias: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
+    _bias: dict[tuple[int | None, int | None, int], Tensor | None] = field(default_factory=dict)
 
     @cached_property
     def real_rows(self) -> Tensor | slice:
@@ -62,16 +64,17 @@ class Group:
             return self.rows
         return self.rows[self.real]
 
-    def bias(self, window: int | None, heads: int, dtype: torch.dtype) -> Tensor | None:
+    def bias(self, window: int | None, heads: int, dtype: torch.dtype, chunk: int | None = None) -> Tensor | None:
         """Return [B, 1, heads * Q, K] with -inf for keys that a query does not see.
 
-        None if every query sees every key. window: positions of a sliding window, or None.
+        None if every query sees every key. window, chunk: positions of a sliding window or of a
+        chunk, or None.
         """
-        if (window, heads) not in self._bias:
+        limits = (window, chunk, heads)
+        if limits not in self._bias:
             visible = self.visible
-            if window is not None:
-                query_BQ, key_BK = self.positions()
-                near = query_BQ.unsqueeze(2) - key_BK.unsqueeze(1) < window
+            if window is not None or chunk is not None:
+                near = self._near(window, chunk)
                 visible = near if visible is None else visible & near
             bias = None
             if visible is not None:
@@ -80,8 +83,17 @@ class Group:
                 if heads > 1:
                     bias = bias.repeat(1, heads, 1)
                 bias = bias.unsqueeze(1)
-            self._bias[window, heads] = bias
-        return self._bias[window, heads]
+            self._bias[limits] = bias
+        return self._bias[limits]
+
+    def _near(self, window: int | None, chunk: int | None) -> Tensor:
+        """Return [B, Q, K] whether a key is in the window, or in the chunk, of a query."""
+        query_BQ, key_BK = self.positions()
+        query_BQ1, key_B1K = query_BQ.unsqueeze(2), key_BK.unsqueeze(1)
+        if chunk is not None:
+            return query_BQ1 // chunk == key_B1K // chunk
+        assert window is not None
+        return query_BQ1 - key_B1K < window
 
 
 def attend_group(
@@ -107,14 +119,14 @@ def attend_group(
     keys = keys.view(num_batch, num_keys, num_kv_heads, -1).transpose(1, 2)
     values = values.view(num_batch, num_keys, num_kv_heads, -1).transpose(1, 2)
     if num_batch == 1:
-        bias = group.bias(window, 1, query.dtype)
+        bias = group.bias(window, 1, query.dtype, kind.chunk)
         output = scaled_attention(queries.unsqueeze(0), keys, values, bias, scaling, kind)
         return output[0].transpose(0, 1)
     # Query heads with the same keys become further queries of one head.
     folded = queries.reshape(num_kv_heads, heads, num_batch, num_queries, -1)
     folded = folded.permute(2, 0, 1, 3, 4)
     folded = folded.reshape(num_batch, num_kv_heads, heads * num_queries, -1)
-    bias = group.bias(window, heads, query.dtype)
+    bias = group.bias(window, heads, query.dtype, kind.chunk)
     output = scaled_attention(folded, keys, values, bias, scaling, kind)
     unfolded = output.view(num_batch, num_kv_heads, heads, num_queries, -1).permute(0, 3, 1, 2, 4)
     result = unfolded.reshape(num_batch * num_queries, num_kv_heads * heads, -1)

@@ -16,6 +16,7 @@ from engine.heads.eagle import Eagle3, PEagle
 from engine.heads.head import Head, TargetWeights
 from engine.heads.mtp import Mtp, mtp_tensors, prefix_of, read_mtp
 from engine.models.files import model_file, read_object
+from engine.models.wrappers import plain_name, text_object, wrapped_names
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
@@ -38,13 +39,14 @@ def head_config(name: str, revision: str | None) -> HeadConfig | None:
 def mtp_config(name: str, revision: str | None) -> HeadConfig:
     """Return the config of a target's MTP module; raise ConfigError if it is not served."""
     path = model_file(name, "config.json", revision)
-    return read_mtp(name, {} if path is None else read_object(path))
+    return read_mtp(name, {} if path is None else text_object(read_object(path)))
 
 
 def load_head(config: HeadConfig, revision: str | None, target: Any) -> Head:
     """Load a head for its target, which is not packed yet; raise LoadError."""
     if config.kind == "mtp":
-        tensors = mtp_tensors(config, _read(config.name, revision, prefix_of(config)))
+        stored = _read(config.name, revision, tuple(wrapped_names(prefix_of(config))))
+        tensors = mtp_tensors(config, {plain_name(name): tensor for name, tensor in stored.items()})
     else:
         tensors = {_renamed(name): tensor for name, tensor in _read(config.name, revision).items()}
     tensors = {
@@ -100,19 +102,19 @@ def _renamed(name: str) -> str:
     return name
 
 
-def _read(name: str, revision: str | None, begin: str = "") -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint whose names begin with `begin`, on the CPU."""
+def _read(name: str, revision: str | None, begin: str | tuple[str, ...] = "") -> dict[str, Tensor]:
+    """Read the tensors of a checkpoint whose names begin with a text of `begin`, on the CPU."""
     for file in _FILES:
         tensors: dict[str, Tensor] = {}
         for path in _paths(name, revision, file, begin):
             tensors |= _tensors(path, begin)
         if tensors:
             return tensors
-    wanted = f"{begin}* in " if begin else ""
+    wanted = f"{begin[0]}* in " if begin else ""
     raise LoadError(f"{name}: no weights of the head ({wanted}{', '.join(_FILES)}); download it again")
 
 
-def _paths(name: str, revision: str | None, file: str, begin: str) -> list[Path]:
+def _paths(name: str, revision: str | None, file: str, begin: str | tuple[str, ...]) -> list[Path]:
     """Return a file, or its shards with tensors whose names begin with `begin`."""
     path = model_file(name, file, revision)
     if path is not None:
@@ -125,7 +127,7 @@ def _paths(name: str, revision: str | None, file: str, begin: str) -> list[Path]
     return [path for shard in shards if (path := model_file(name, shard, revision)) is not None]
 
 
-def _tensors(path: Path, begin: str) -> dict[str, Tensor]:
+def _tensors(path: Path, begin: str | tuple[str, ...]) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:

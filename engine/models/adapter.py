@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from engine.errors import ConfigError, LoadError, first_line
 from engine.models.files import model_file, read_object
+from engine.models.wrappers import plain_module, plain_name, wrapper_of
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -147,6 +148,9 @@ def merge(model: Any, adapter: Adapter) -> int:
 def _parts(model: Any, adapter: Adapter) -> Iterator[tuple[nn.Linear, float, Tensor, Tensor]]:
     """Yield (layer, scale, B, A) of all changed layers; B and A are in float32."""
     tensors = _tensors(adapter)
+    if wrapper_of(model.config):
+        adapter = _for_text_model(adapter)
+        tensors = {_PREFIX + plain_name(key.removeprefix(_PREFIX)): tensor for key, tensor in tensors.items()}
     modules = dict(model.named_modules())
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -169,6 +173,15 @@ def _parts(model: Any, adapter: Adapter) -> Iterator[tuple[nn.Linear, float, Ten
         if linear is head and head.weight is model.get_input_embeddings().weight:
             raise LoadError(f"{adapter.name}: {module} is also the model's embedding; {_MERGE}")
         yield linear, adapter.scale(module), pair["B"].float(), pair["A"].float()
+
+
+def _for_text_model(adapter: Adapter) -> Adapter:
+    """Return an adapter whose patterns are names in the text model, not in its wrapper."""
+    changed: dict[str, Any] = {}
+    for field in ("rank_pattern", "alpha_pattern"):
+        patterns = getattr(adapter, field)
+        changed[field] = {plain_module(adapter.name, field, name): value for name, value in patterns.items()}
+    return adapter._replace(**changed)
 
 
 def _check_layer(adapter: Adapter, modules: Mapping[str, Any], module: str) -> None:

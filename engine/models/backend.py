@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.attention import AttentionMetadata
+from engine.attention.attention import AttentionMetadata, running
 from engine.models.packing import pack, take_over
 from engine.models.taps import storing
 
@@ -65,13 +65,12 @@ class TransformersBackend(Backend):
         self.kv_dtype = model.dtype
 
     def logits(self, token_ids_T: Tensor, positions_T: Tensor, metadata: AttentionMetadata, wanted_N: Tensor) -> Tensor:
-        with storing(self._model, metadata):
+        with storing(self._model, metadata), running(metadata, positions_T):
             output = self._model(
                 input_ids=token_ids_T.unsqueeze(0),
                 position_ids=positions_T.unsqueeze(0),
                 past_key_values=None,
                 use_cache=False,
-                metadata=metadata,
                 logits_to_keep=wanted_N,
             )
         logits_NV: Tensor = output.logits[0]

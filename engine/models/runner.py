@@ -62,11 +62,13 @@ class ModelRunner:
         paged_kernel: PagedKernel | None = None,
         has_spare_block: bool = False,
         kernels: Kernels = TORCH,
+        never_written: Sequence[int] = (),
     ) -> None:
         """backend: None is transformers; ranks: processes of a split model.
 
         paged_kernel: attends for all sequences at once; has_spare_block: one block more than the
-        pool, for padding; kernels: operations on distributions, chains and K/V.
+        pool, for padding; kernels: operations on distributions, chains and K/V; never_written:
+        tokens whose logits are minus infinity.
         """
         self.paged_kernel = paged_kernel
         self._ranks = ranks
@@ -81,6 +83,7 @@ class ModelRunner:
         self.recorded_passes: PassMenu | None = None
         self.num_embeddings = int(model.get_input_embeddings().num_embeddings)
         """Number of tokens that the model can read."""
+        self._never_written = torch.tensor(never_written, device=self.device) if never_written else None
         kv_dtype = self.backend.kv_dtype
         self._layer_bytes = shape.layer_bytes(kv_dtype)
         num_slots = (num_blocks + has_spare_block) * block_size
@@ -147,6 +150,8 @@ class ModelRunner:
         """Return [N, V] logits at the wanted tokens of a flat pass."""
         logits_NV = self.backend.logits(token_ids_T, positions_T, metadata.begun(), wanted_N)
         missing = self.vocab_size - logits_NV.shape[-1]
+        if self._never_written is not None:
+            logits_NV = logits_NV.index_fill(1, self._never_written, -torch.inf)
         if missing > 0:
             return torch.nn.functional.pad(logits_NV, (0, missing), value=-torch.inf)
         return logits_NV[:, : self.vocab_size]

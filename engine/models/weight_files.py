@@ -117,11 +117,12 @@ def _header_fault(file: Path) -> str:
         return f"the file is cut off, or no safetensors file ({first_line(error)}); download it again"
 
 
-def check_unplaced(name: str, model: nn.Module, keys: Iterable[str], is_quantised: bool) -> None:
+def check_unplaced(name: str, model: nn.Module, keys: Iterable[str], is_quantised: bool, wrapper: str = "") -> None:
     """Raise LoadError for tensors that would change results; warn of others.
 
     keys: names of the ignored tensors. is_quantised: whether the configuration says how weights are
-    quantised; scales of K/V are then ignored by design.
+    quantised; scales of K/V are then ignored by design. wrapper: type of a multimodal checkpoint,
+    whose other parts are left out, or "".
     """
     left_out = sorted(key for key in keys if not _COMPUTED.search(key))
     if not left_out:
@@ -133,6 +134,10 @@ def check_unplaced(name: str, model: nn.Module, keys: Iterable[str], is_quantise
             f"{name}: {len(inside)} tensors of the checkpoint have no place in the model and would change its numbers "
             f"({first_of(inside)}); its config.json may lack a quantization_config, or name another architecture"
         )
+    if wrapper:
+        num_left_out = len(left_out)
+        log.info("%s: serving the text part of %s; its %d other tensors are not loaded", name, wrapper, num_left_out)
+        return
     log.warning("%s: %d tensors of the checkpoint are not used (%s)", name, len(left_out), first_of(left_out))
 
 

@@ -21,6 +21,8 @@ MAX_LOGPROBS = 20
 """Most alternatives reported for a token."""
 
 _SHAPE_FOR_ANY_LOAD = (1, 4)
+_IN_TEXT = ("prompt", "prediction", "logit_bias", "allowed_token_ids")
+"""Lists of tokens that a model reads, or may write."""
 
 
 def check_requests(requests: Sequence[Request], facts: EngineFacts, config: SpeculationConfig) -> None:
@@ -64,6 +66,13 @@ def _check_tokens(name: str, tokens: Sequence[int], facts: EngineFacts) -> None:
     if tokens and (min(tokens) < 0 or max(tokens) >= size):
         bad = next(token for token in tokens if not 0 <= token < size)
         raise RequestError(f"{name}: token id {bad} is outside the vocabulary of {size}", name)
+    placeholders = frozenset(facts.placeholder_ids).intersection(tokens) if name in _IN_TEXT else ()
+    if placeholders:
+        raise RequestError(
+            f"{name}: token id {min(placeholders)} stands for an image, a video or audio; this server reads and "
+            "writes text only, so leave it out",
+            name,
+        )
 
 
 def _check_text_drafts(request: Request, facts: EngineFacts) -> None:

@@ -12,10 +12,12 @@ from typing import Any
 from engine.errors import ConfigError, first_line
 from engine.models.files import check_source
 from engine.models.importing import import_transformers
+from engine.models.wrappers import text_config
+from engine.start.refusals import refusal
 
-# Families whose logits through the hook equal plain transformers
-# (tests/models/test_architectures.py covers the first line; the other families passed the same
-# comparison with random weights).
+# Families whose logits through the hook equal plain transformers, by
+# tests/models/test_architectures.py.
+# The wrappers of `models/wrappers.py` are served as one of them.
 FITTING_MODEL_TYPES = frozenset(
     """
     llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 gpt_neox gpt2 opt olmo2
@@ -23,15 +25,21 @@ FITTING_MODEL_TYPES = frozenset(
     glm glm4 glm4_moe gpt_bigcode gpt_oss granite granitemoe helium hunyuan_v1_dense hunyuan_v1_moe internlm3
     jais2 jetmoe laguna llama4_text minimax_m2 ministral ministral3 mixtral modernbert-decoder nanochat olmo
     olmo3 olmoe persimmon phi phimoe qwen2_moe qwen3_moe seed_oss smollm3 starcoder2 vaultgemma
+    aria_text beam biogpt cohere2_moe ctrl dbrx dots1 exaone_moe flint granite_swa granitemoe_swa granitemoeshared
+    hy_v3 hyperclovax iquestcoder kolibri1 mellum nemotron solar_open stablelm
     """.split()
 )
 
 
 def read_config(name: str, revision: str | None) -> Any:
-    """Return the transformers configuration of a model; raise ConfigError if it cannot be read."""
+    """Return the transformers configuration of a model, or of a wrapper's text model.
+
+    Raise ConfigError if it cannot be read.
+    """
     check_source(name, revision)
     try:
-        return import_transformers().AutoConfig.from_pretrained(name, revision=revision)
+        config = import_transformers().AutoConfig.from_pretrained(name, revision=revision)
+        return text_config(name, config)
     except (OSError, ValueError, KeyError, RecursionError) as error:
         raise ConfigError(f"{name}: no readable transformers config: {first_line(error)}") from error
 
@@ -41,7 +49,4 @@ def check_config(name: str, config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"{name}: an encoder-decoder model ({config.model_type}); only causal LMs are served")
     if config.model_type not in FITTING_MODEL_TYPES:
-        raise ConfigError(
-            f"{name}: architecture {config.model_type!r} is not known to give right logits here; "
-            f"it must be one of: {', '.join(sorted(FITTING_MODEL_TYPES))}"
-        )
+        raise ConfigError(f"{name}: {refusal(config.model_type, FITTING_MODEL_TYPES)}")

@@ -35,6 +35,7 @@ from engine.grammar.grammar_tokens import Vocabulary
 from engine.heads.head import Head
 from engine.heads.runner import HeadBackend, HeadRunner, TorchHead
 from engine.kernels.torch_kernels import Kernels
+from engine.models.backend import TransformersBackend
 from engine.models.runner import ModelRunner
 from engine.needs import needs_of_drafts
 from engine.request import Speculation
@@ -54,6 +55,7 @@ from engine.start.limits import (
 )
 from engine.start.loading import LoadedModel, Progress, end_tokens, load_pair
 from engine.start.memory import MemoryPlan, StoredModel, blocks_of, plan_memory
+from engine.start.miniature import check_long_texts
 from engine.start.number_formats import draft_model_config
 from engine.start.outlines import outline_pair
 from engine.start.probe import BackendChoice, attention_kernel, choose_backend, find_kv_shape, is_replayed, runs
@@ -156,6 +158,7 @@ class _Part(NamedTuple):
             self.choice.paged_kernel,
             is_recorded,
             kernels,
+            () if is_head else self.model.placeholder_ids,
         )
 
 
@@ -254,6 +257,9 @@ def _prepare_model(loaded: LoadedModel, shape: KVShape, wanted: ModelConfig, sta
     block_size = start.config.cache.block_size
     start.progress(f"probing {loaded.name}")
     choice = choose_backend(loaded, shape, block_size, wanted, start.longest)
+    # Our own decoders read windows themselves, and have no other lengths.
+    if start.is_owner and isinstance(choice.backend, TransformersBackend):
+        check_long_texts(loaded, wanted.probe == "warn")
     weight_types = loaded.weight_types
     laid_out_bytes = 0
     # A part of a split model cannot be tried on this rank alone.
@@ -378,6 +384,7 @@ def _complete(assembly: _Assembly, memory: MemoryPlan) -> EngineFacts:
         num_blocks=memory.num_blocks,
         max_model_len=memory.max_model_len,
         eos_token_ids=sorted(assembly.target.eos_token_ids),
+        placeholder_ids=list(assembly.target.placeholder_ids),
         device=str(assembly.target.model.device),
         dtype=target.weight_types,
         memory_plan={

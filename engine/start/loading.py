@@ -10,7 +10,8 @@ import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from engine.models.quantising import (
 )
 from engine.models.rope import depends_on_length, fix_rope
 from engine.models.weight_files import check_unplaced, missing_fault, wrapper_prefix
+from engine.models.wrappers import KEY_MAPPING, wrapper_of
 from engine.start.architectures import check_config, read_config
 from engine.start.number_formats import (
     choose_device,
@@ -203,9 +205,9 @@ def _from_pretrained(name: str, config: Any, device: torch.device, weights: str,
     weights: of `load`; options: further arguments of `from_pretrained`.
     """
     models = import_transformers().AutoModelForCausalLM
-    options |= _renaming(name)
+    options |= _renaming(name, config)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_report():
             # Newer versions have another value of `tp_plan`, which the older ones do not know.
             warnings.simplefilter("ignore", FutureWarning)
             model, report = models.from_pretrained(
@@ -223,12 +225,29 @@ def _from_pretrained(name: str, config: Any, device: torch.device, weights: str,
             fault = missing_fault(report[kind], report.get("unexpected_keys", ()))
             raise LoadError(f"{name}: {fault}")
     unplaced = map(str, report.get("unexpected_keys", ()))
-    check_unplaced(name, model, unplaced, is_quantised=stored_method(config) is not None)
+    check_unplaced(name, model, unplaced, stored_method(config) is not None, wrapper_of(config))
     return model
 
 
-def _renaming(name: str) -> dict[str, Any]:
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Keep transformers' table of unused tensors out of the log, which `check_unplaced` sums up."""
+    reporter = logging.getLogger("transformers.modeling_utils")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    reporter.addFilter(is_other)
+    try:
+        yield
+    finally:
+        reporter.removeFilter(is_other)
+
+
+def _renaming(name: str, config: Any) -> dict[str, Any]:
     """Return arguments of `from_pretrained` that remove a wrapped model's prefix."""
+    if wrapper_of(config):
+        return {"key_mapping": dict(KEY_MAPPING)}
     prefix = wrapper_prefix(Path(name)) if Path(name).is_dir() else ""
     if not prefix:
         return {}

@@ -21,6 +21,7 @@ from engine.models.gguf.weights import check_types, file_behind
 from engine.models.quantising import check_quantised, stored_method
 from engine.models.rope import limit_reason, original_length
 from engine.models.weight_files import check_weight_files
+from engine.models.wrappers import placeholders_of
 from engine.start.architectures import check_config, read_config
 from engine.start.number_formats import by_torchao, choose_device, draft_model_config, file_dtype
 
@@ -37,6 +38,8 @@ class Outline:
     """Most tokens of a head's chain; None is no limit."""
     short_context: int | None = None
     """Longest context of a longrope model's short factors; None for others."""
+    placeholder_ids: tuple[int, ...] = ()
+    """Tokens that stand for images, videos and audio, which are not served."""
     limit_reason: str = ""
     """Reason for `max_positions`, for messages."""
     drafter: str = MODEL
@@ -51,6 +54,7 @@ def outline_of(name: str, config: Any) -> Outline:
         vocab_size=int(config.vocab_size),
         max_positions=context_length(config),
         short_context=original_length(config),
+        placeholder_ids=placeholders_of(config),
         limit_reason=limit_reason(config),
     )
 

@@ -17,12 +17,15 @@ from engine.attention.attention import HOOK
 from engine.models.quantising import in_float32, rounding_off
 
 
-def plain_forward(model: Any, texts: Sequence[Sequence[int]]) -> Tensor:
-    """Return logits [texts, T, V] of a pass; texts are padded at their ends."""
+def plain_forward(model: Any, texts: Sequence[Sequence[int]], cache: Any = None) -> Tensor:
+    """Return logits [texts, T, V] of a pass; texts are padded at their ends.
+
+    cache: of transformers, which is empty.
+    """
     length = max(map(len, texts))
     ids = torch.tensor([[*text, *[0] * (length - len(text))] for text in texts], device=model.device)
     positions = torch.arange(length, device=model.device).unsqueeze(0)
-    logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+    logits: Tensor = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=False).logits.float()
     return logits
 
 

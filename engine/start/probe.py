@@ -32,6 +32,7 @@ from torch import Tensor
 
 from engine.attention.attention import HOOK, PagedKernel
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
+from engine.attention.masks import record_mask, register_masks
 from engine.attention.tensors import KVShape
 from engine.config import ModelConfig
 from engine.cuda.lean_decoder import LeanDecoder
@@ -114,7 +115,7 @@ BACKENDS = (
 
 
 def find_kv_shape(loaded: LoadedModel) -> KVShape:
-    """Return the shape of K and V that the hook gets, by calling the model once.
+    """Return the shape of K and V that the hook gets, and record masks, by calling the model once.
 
     Weights in blocks (GGUF) would be dequantised, so the configuration states their shape.
     """
@@ -123,13 +124,18 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
         return KVShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.head_dim)
     seen: dict[int, tuple[int, int, int]] = {}
 
-    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    def record(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
+        record_mask(module, attention_mask)
         seen[module.layer_idx] = (key.shape[1], key.shape[-1], value.shape[-1])
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
     import_transformers().AttentionInterface.register(f"{HOOK}_shape", record)
+    register_masks(f"{HOOK}_shape")
     with attention(loaded.model, f"{HOOK}_shape"), torch.inference_mode():
-        plain_forward(loaded.model, [[1, 2]])
+        # Without a cache, masks would also part texts that are packed into one row.
+        plain_forward(loaded.model, [[1, 2]], import_transformers().DynamicCache())
     shapes = set(seen.values())
     if len(shapes) != 1 or sorted(seen) != list(range(len(seen))):
         raise LoadError(

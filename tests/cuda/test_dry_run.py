@@ -268,18 +268,22 @@ def _experts_by_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WAITING_FAMILIES = {
+    "dbrx": r"modeling_dbrx\.py, line \d+ \(expert_hit = ",
     "jetmoe": r"modeling_jetmoe\.py, line \d+ \(expert_size = expert_size\.tolist\(\)\)",
     "phimoe": r"modeling_phimoe\.py, line \d+ \(freqs = .*inv_freq\.to\(device=x\.device",
 }
 
+# The attention kernel has no masks of chunks, so Llama 4 is not recorded.
+RECORDED_FAMILIES = sorted({*families.NAMES} - {"llama4_text"})
+
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_experts_by_count")
-@pytest.mark.parametrize("name", grid(families.NAMES, {"afmoe", "gemma2", "mixtral", "phimoe"}))
+@pytest.mark.parametrize("name", grid(RECORDED_FAMILIES, {"afmoe", "gemma2", "mixtral", "phimoe"}))
 def test_every_family_is_recorded_or_served_without_recordings(
     device: DryDevice, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two families wait for the device in every pass; the start says where."""
+    """Three families wait for the device in every pass; the start says where."""
     engine = build(dry.moved(families.family(name)))
     assert engine.target.fast_paths["paged attention"]
     waits = WAITING_FAMILIES.get(name)

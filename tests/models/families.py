@@ -1,13 +1,19 @@
-"""Tiny models of every family that is served, with random weights."""
+"""Tiny models of every family that is served, and of every wrapper, with random weights."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 import transformers
 
+from engine.models.wrappers import WRAPPERS
 from engine.start.architectures import FITTING_MODEL_TYPES
-from engine.start.loading import LoadedModel
+from engine.start.loading import LoadedModel, load
+from engine.start.miniature import LENGTHS, miniature
+from engine.start.plain_passes import attention
 from tests.engine import tiny
 
 VOCABULARY = 101
@@ -23,26 +29,129 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
-_NO_PADDING = {"bos_token_id": 1, "pad_token_id": 0}
-_FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-# Sizes that the common names do not reach, to keep the models small.
+_WINDOWED = {"use_sliding_window": True, "sliding_window": LENGTHS["sliding_window"]}
 _MORE: dict[str, dict[str, Any]] = {
-    "afmoe": _FEW_EXPERTS,
-    "cwm": _NO_PADDING,
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "gemma4_text": {"global_head_dim": 8, "num_global_key_value_heads": 2},
-    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "laguna": _FEW_EXPERTS,
-    "modernbert-decoder": _NO_PADDING,
-    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "qwen2_moe": _FEW_EXPERTS | {"shared_expert_intermediate_size": 16},
-    "qwen3_moe": _FEW_EXPERTS,
+    "phimoe": _WINDOWED,
+    "qwen2": _WINDOWED | {"max_window_layers": 1},
+    "qwen2_moe": _WINDOWED,
+    "qwen3": _WINDOWED | {"max_window_layers": 1},
+    "qwen3_moe": _WINDOWED,
 }
+"""Fields that a family's own defaults leave off, so that every length-like field has an effect."""
 NAMES = sorted(FITTING_MODEL_TYPES)
+PLACEHOLDERS = {"image": 90, "video": 91}
+FIRST_PLACEHOLDER = min(PLACEHOLDERS.values())
+_ENCODER: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "embed_dim", "hidden_dim", "out_hidden_size"), 32),
+    **dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim", "projection_dim"), 32),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads"), 2),
+    **dict.fromkeys(("num_hidden_layers", "depth", "mlp_ratio"), 1),
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0],
+    "image_size": 28,
+    "patch_size": 14,
+    "num_channels": 3,
+    "pixel_shuffle_ratio": 0.5,
+    "head_dim": 16,
+}
 
 
-def family(name: str, seed: int = 3) -> LoadedModel:
-    """Return a model by its `model_type`, as it would be loaded."""
-    return tiny.load_model(transformers.AutoConfig.for_model(name, **SIZES | _MORE.get(name, {})), seed)
+class Family(NamedTuple):
+    """A tiny model as it is served, and transformers' greedy continuation of a prompt."""
+
+    loaded: LoadedModel
+    generated: Callable[[list[int], int], list[int]]
+
+
+def family(name: str, seed: int = 3, **lengths: int) -> LoadedModel:
+    """Return a model by its `model_type`, as it would be loaded.
+
+    lengths: fields that differ from the miniature's, if it has them.
+    """
+    config = miniature(transformers.AutoConfig.for_model(name, **_MORE.get(name, {})))
+    for field, length in lengths.items():
+        if getattr(config, field, None):
+            setattr(config, field, length)
+    return tiny.load_model(config, seed)
+
+
+def family_or_wrapper(name: str, folder: Path) -> Family:
+    """Return a tiny model by its `model_type`; a wrapper's checkpoint is written into a folder."""
+    if name not in WRAPPERS:
+        loaded = family(name)
+        return Family(loaded, lambda prompt, count: generated(loaded, prompt, count))
+    wrapper = write_wrapper(name, folder)
+    loaded = load(str(folder), None, "float32", torch.device("cpu"))
+    banned = list(loaded.placeholder_ids)
+    return Family(loaded, lambda prompt, count: _continued(wrapper, prompt, count, banned))
+
+
+def write_wrapper(name: str, folder: Path, image_token: int = PLACEHOLDERS["image"], **text: Any) -> Any:
+    """Write the checkpoint of a tiny wrapper, as transformers does; return the wrapper.
+
+    text: fields of the text model's configuration.
+    """
+    torch.manual_seed(3)
+    config = wrapper_config(name, PLACEHOLDERS | {"image": image_token}, text)
+    wrapper = _model_class(config).from_config(config, attn_implementation="eager").float().eval()
+    wrapper.generation_config.eos_token_id = None
+    wrapper.save_pretrained(folder)
+    return wrapper
+
+
+def _model_class(config: Any) -> Any:
+    if type(config) in transformers.AutoModelForImageTextToText._model_mapping:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
+def wrapper_config(name: str, placeholders: dict[str, int], more: dict[str, Any]) -> Any:
+    """Return the configuration of a tiny wrapper."""
+    base = transformers.AutoConfig.for_model(name)
+    inner = base.get_text_config()
+    if inner is base:
+        return miniature(base)
+    text = _text_fields(name, inner) | more
+    encoder = _ENCODER | {"model_type": base.vision_config.model_type}
+    tokens = {f"{kind}_token_{ending}": token for kind, token in placeholders.items() for ending in ("id", "index")}
+    tokens = {field: token for field, token in tokens.items() if hasattr(base, field)}
+    return transformers.AutoConfig.for_model(
+        name, text_config=text, vision_config=encoder, tie_word_embeddings=False, downsample_factor=1, **tokens
+    )
+
+
+def _text_fields(name: str, inner: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = miniature(inner).to_dict()
+    fields["eos_token_id"] = None
+    rope = dict(fields.get("rope_parameters") or {})
+    if WRAPPERS[name]:
+        rope.pop("xdrope_section", None)
+        sections = {"xdrope_section": [1, 1, 1, 1]} if name == "hunyuan_vl" else {"mrope_section": [1, 1, 2]}
+        fields["rope_parameters"] = rope | {"rope_type": "default", "rope_theta": 10000.0} | sections
+    if name.startswith("glm"):
+        fields["head_dim"] = 16 if name == "glm4v_moe" else 8
+        fields["rope_parameters"]["partial_rotary_factor"] = 0.5 if name == "glm4v_moe" else 1.0
+    return fields
+
+
+def _continued(model: Any, prompt: list[int], count: int, banned: list[int] | None = None) -> list[int]:
+    ids = torch.tensor([prompt], device=model.device)
+    with torch.inference_mode():
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+            use_cache=True,
+            suppress_tokens=banned,
+        )
+    return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+def generated(loaded: LoadedModel, prompt: list[int], count: int) -> list[int]:
+    """Return the continuation by transformers itself."""
+    with attention(loaded.model, "eager"):
+        return _continued(loaded.model, prompt, count)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
-from engine.attention.attention import HOOK
+from engine.attention.masks import LayerMask, named_mask, record_mask
+from engine.errors import LoadError
+from engine.models.wrappers import WRAPPERS
 from engine.request import Speculation
-from engine.start.loading import LoadedModel
+from engine.start.miniature import check_long_texts
+from engine.start.probe import find_kv_shape, probe
 from tests.engine import tiny
 from tests.grid import grid
 from tests.models import families
+from tests.wrong import instead
 
 VOCABULARY = families.VOCABULARY
 COMMON = {name: size for name, size in families.SIZES.items() if name != "head_dim"} | {"initializer_range": 0.3}
@@ -61,27 +65,13 @@ SPECULATIONS = {
     "block": Speculation(rule="block", num_drafts=1, draft_length=4),
     "bv_race": Speculation(rule="bv_race", num_drafts=4, draft_length=4),
 }
-_ABOVE = {config().model_type for config in CONFIGS.values()}
 # Mixed prompt lengths; a budget of 26 tokens cuts every longer prompt into chunks, 12 blocks of 8
 # force preemption.
 LENGTHS = (3, 30, 1, 47, 12)
+IN_THE_GATE = {"dots1", "idefics3", "llama4_text", "qwen3", "qwen3_vl", "stablelm"}
+"""Types of each group: text models, chunks, windows in our own decoder, and wrappers."""
+EVERY = sorted({*families.NAMES, *WRAPPERS})
 CROWDED = {"budget": 26, "num_blocks": 12, "max_model_len": 80}
-
-
-def generated(loaded: LoadedModel, prompt: list[int], count: int) -> list[int]:
-    """Return the continuation by transformers itself."""
-    loaded.model.set_attn_implementation("eager")
-    try:
-        output = loaded.model.generate(
-            torch.tensor([prompt], device=tiny.DEVICE),
-            max_new_tokens=count,
-            do_sample=False,
-            pad_token_id=0,
-            use_cache=True,
-        )
-    finally:
-        loaded.model.set_attn_implementation(HOOK)
-    return output[0, len(prompt) :].tolist()
 
 
 @pytest.mark.sole("families of models, next to transformers")
@@ -92,7 +82,7 @@ def test_greedy_output_equals_transformers(name: str) -> None:
     target = tiny.load_model(CONFIGS[name](), seed=3)
     draft = tiny.perturbed(target, seed=4, amount=0.02)
     texts = tiny.prompts(VOCABULARY, LENGTHS)
-    expected = {str(i): generated(target, text, 24) for i, text in enumerate(texts)}
+    expected = {str(i): families.generated(target, text, 24) for i, text in enumerate(texts)}
     for rule, speculation in SPECULATIONS.items():
         for crowding in ({}, CROWDED):
             engine = tiny.build(target, draft, max_num_drafts=4, max_draft_length=4, **crowding)
@@ -105,13 +95,54 @@ def test_greedy_output_equals_transformers(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", grid(sorted({*families.NAMES} - _ABOVE), {"afmoe"}))
-def test_every_family_is_decoded_as_by_transformers(name: str) -> None:
-    """With the fields that its configuration has by itself."""
-    target = families.family(name)
-    texts = tiny.prompts(families.VOCABULARY, (3, 30, 12))
-    expected = {str(i): generated(target, text, 12) for i, text in enumerate(texts)}
-    engine = tiny.build(target, tiny.perturbed(target, seed=4, amount=0.01))
-    chains = Speculation(rule="bv_race", num_drafts=2, draft_length=3)
-    run = tiny.run(engine, [tiny.request(str(i), text, chains, 12) for i, text in enumerate(texts)])
+@pytest.mark.parametrize("name", grid(EVERY, IN_THE_GATE))
+def test_every_family_is_decoded_as_by_transformers(name: str, tmp_path: Path) -> None:
+    """Windows, chunks and floors are shorter than the texts; a wrapper is next to its text part."""
+    family = families.family_or_wrapper(name, tmp_path)
+    texts = tiny.prompts(families.FIRST_PLACEHOLDER, (*LENGTHS, 33))
+    expected = {str(i): family.generated(text, 20) for i, text in enumerate(texts)}
+    draft = tiny.perturbed(family.loaded, seed=4, amount=0.01)
+    engine = tiny.build(family.loaded, draft, budget=26, num_blocks=12, max_model_len=72)
+    chains = Speculation(rule="bv_race", num_drafts=4, draft_length=3)
+    requests = [tiny.request(str(i), text, chains, 20) for i, text in enumerate(texts)]
+    run = tiny.run(engine, requests)
     assert run.tokens == expected
+    assert run.num_accepted > 0
+    assert run.num_preemptions > 0
+    for _ in range(2):  # the second time, the prompt begins in the cache
+        again = tiny.run(engine, [requests[3]])
+        assert again.tokens["3"] == expected["3"]
+    assert engine.scheduler.num_cache_hits > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "owner", "part", "variant"),
+    [
+        ("llama4_text", "engine.start.probe", "record_mask", lambda *_: None),
+        ("llama4_text", "engine.attention.attention", "_with_temperature", lambda _, module, query, places: query),
+        ("phimoe", "engine.start.probe", "record_mask", lambda *_: None),
+        ("qwen2_moe", "engine.start.probe", "record_mask", lambda *_: None),
+    ],
+    ids=["chunks", "rows", "phimoe's window", "qwen2_moe's window"],
+)
+def test_model_that_is_wrong_beyond_the_probe_is_refused(
+    name: str, owner: str, part: str, variant: Callable[..., Any]
+) -> None:
+    """The model itself has windows and chunks that are longer than the probe's texts."""
+    lengths = dict.fromkeys(("sliding_window", "attention_chunk_size", "floor_scale"), 64)
+    target = families.family(name, **lengths)
+    with instead(owner, part, variant):
+        probe(target, find_kv_shape(target))
+        with pytest.raises(LoadError, match="texts longer than its windows or chunks"):
+            check_long_texts(target, only_warns=False)
+    check_long_texts(target, only_warns=False)
+
+
+def test_mask_without_a_name_is_refused() -> None:
+    """A layer that sees every second key."""
+    assert named_mask(lambda _b, _h, query, key: key <= query) == LayerMask()
+    assert named_mask(lambda _b, _h, query, key: (key <= query) & (query - key < 6), 6) == LayerMask(window=6)
+    odd = named_mask(lambda _b, _h, query, key: (key <= query) & ((query - key) % 2 == 0))
+    with pytest.raises(LoadError, match="neither causal"):
+        record_mask(object(), odd)

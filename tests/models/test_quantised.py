@@ -34,7 +34,8 @@ from tests.engine import tiny
 from tests.engine.test_output_distribution import ALPHA, SAMPLINGS, SPECULATIONS, exact_distribution, g_test, sample
 from tests.grid import grid
 from tests.heads import folders
-from tests.models.test_architectures import COMMON, generated
+from tests.models.families import generated
+from tests.models.test_architectures import COMMON
 from tests.start.test_probe import WITHOUT_COMPACTION
 from tests.wrong import instead
 

@@ -55,11 +55,12 @@ def engine_config(target: str, draft: str | None = None, **parts: object) -> Eng
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (transformers.MambaConfig(), "not known to give right logits"),
-        (transformers.BertConfig(), "not known to give right logits"),
+        (transformers.MambaConfig(), "missing is recurrent layers"),
+        (transformers.BertConfig(), "missing is a causal language model"),
+        (transformers.Qwen3NextConfig(), "the nearest served type is qwen3_moe"),
         (transformers.T5Config(), "encoder-decoder"),
     ],
-    ids=["mamba", "bert", "t5"],
+    ids=["mamba", "bert", "qwen3_next", "t5"],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_architectures_that_would_be_wrong_are_refused(config: object, reason: str) -> None:

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import torch
 
 from engine.config import CacheConfig, EngineConfig, ModelConfig
 from engine.models.gguf.folder import folder_of
 from engine.models.importing import import_transformers
-from engine.request import Limits, Request, Sampling
+from engine.request import Limits, Request, Sampling, Speculation
 from engine.start.compiling import compile_kernels
 from engine.start.distribution_check import run_to_end
+from engine.start.loading import load as load_checkpoint
 from research.analysis.loading import load_engine
 from server.text.tokenizer import Tokenizer
 from tests.server.daemon_process import Daemon, Daemons
@@ -104,6 +108,57 @@ def test_greedy_answers_are_those_of_transformers(folder: str) -> None:
             output = reference.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
         assert run_to_end(engine, [request])[str(number)].tokens == output[0, len(prompt) :].tolist()
     tokenizer.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_text_of_a_multimodal_checkpoint_is_answered_as_the_plain_model(folder: str, tmp_path: Path) -> None:
+    """The published weights in a smolvlm: the same seeded answers, by our own decoder."""
+    transformers = import_transformers()
+    stored = load_checkpoint(folder, None, "float32", torch.device("cpu")).model
+    plain = transformers.AutoModelForCausalLM.from_config(stored.config, dtype=torch.bfloat16)
+    plain.load_state_dict(stored.state_dict())
+    plain.generation_config = stored.generation_config
+    plain.save_pretrained(tmp_path / "plain")
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.SmolVLMConfig(
+        text_config=plain.config.to_dict(),
+        vision_config=small | {"image_size": 28, "patch_size": 14},
+        image_token_id=plain.config.vocab_size - 1,
+        tie_word_embeddings=plain.config.tie_word_embeddings,
+        pad_token_id=2,
+    )
+    wrapper = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    wrapper.model.text_model.load_state_dict(plain.model.state_dict())
+    wrapper.lm_head.load_state_dict(plain.lm_head.state_dict())
+    wrapper.generation_config = plain.generation_config
+    wrapper.save_pretrained(tmp_path / "wrapper")
+    tokenizer = Tokenizer(folder)
+    prompt = tuple(tokenizer.encode(tokenizer.render_chat(says(QUESTION)), False))
+    tokenizer.close()
+    answers = []
+    for name in ("plain", "wrapper"):
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(Path(folder) / file, tmp_path / name)
+        model = ModelConfig(target=str(tmp_path / name), device="cpu", num_threads=1)
+        engine = load_engine(EngineConfig(model=model, cache=CacheConfig(memory_bytes=1 << 28)))
+        assert engine.target.fast_paths["fast decoder"]
+        sampling = Sampling(temperature=1.0, seed=3)
+        speculation = Speculation(rule="bv_race", drafters=("prompt_lookup",))
+        requests = [
+            Request(
+                request_id=str(seed),
+                prompt_token_ids=prompt,
+                sampling=msgspec.structs.replace(sampling, seed=seed),
+                limits=Limits(max_tokens=60, ignore_eos=True),
+                speculation=speculation,
+            )
+            for seed in range(4)
+        ]
+        begun = time.perf_counter()
+        results = run_to_end(engine, requests)
+        print(f"{name}: {240 / (time.perf_counter() - begun):.1f} tokens/s")
+        answers.append({number: result.tokens for number, result in results.items()})
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])

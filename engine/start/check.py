@@ -1,0 +1,84 @@
+"""Describes from a configuration alone whether and how a model would be served.
+
+Not for: faults of weight files, which `polydraft serve` finds before it reads them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from engine.models.checkpoint import context_length
+from engine.models.importing import import_transformers
+from engine.models.kinds import may_decode
+from engine.models.wrappers import wrapper_of
+from engine.start.architectures import check_config, read_config
+from engine.start.number_formats import arithmetic_dtype, choose_device
+
+_GIB = 1 << 30
+_DRAFTS = {
+    "gemma3_text": "gemma-3-270m, gemma-3-1b",
+    "glm4_moe": "its own MTP module (--draft-model mtp)",
+    "gpt_oss": "an EAGLE-3 head",
+    "granite": "a smaller granite",
+    "llama": "Llama-3.2-1B for Llama 3, SmolLM2-135M for SmolLM2, or an EAGLE-3 head",
+    "llama4_text": "an EAGLE-3 head",
+    "qwen2": "Qwen2.5-0.5B",
+    "qwen3": "Qwen3-0.6B, or an EAGLE-3 or DFlash head",
+    "qwen3_moe": "Qwen3-0.6B, or an EAGLE-3 or DFlash head",
+}
+"""Draft models that usually have the tokens of a type; the start compares the tokens."""
+
+
+def describe(name: str, revision: str | None, wanted_device: str) -> Iterator[str]:
+    """Yield lines about a model that is served; raise ConfigError for another one."""
+    config = read_config(name, revision)
+    check_config(name, config)
+    device = choose_device(wanted_device)
+    wrapper = wrapper_of(config)
+    part = f", the text part of {wrapper}; images are refused" if wrapper else ""
+    yield f"served: {config.model_type}{part}"
+    is_own = may_decode(config) and (device.type != "cpu" or find_spec("numba") is not None)
+    yield f"decoder: {f'our own ({device.type})' if is_own else 'transformers'}"
+    reach = context_length(config)
+    yield f"context: {reach:,} tokens"
+    weights = weight_bytes(config, device, is_own)
+    token = kv_bytes(config, device)
+    yield f"weights: {weights / _GIB:.1f} GiB, K/V: {token:,} bytes a token"
+    free = _free_bytes(device) - weights
+    if free > token:
+        yield f"this machine: K/V of {min(reach, free // token):,} tokens fits next to the weights"
+    else:
+        yield "this machine: the weights do not fit; serve a checkpoint with fewer bits, or a smaller model"
+    drafts = _DRAFTS.get(config.model_type, "a smaller model of its family with the same tokens")
+    yield f"drafts: {drafts}; or text drafts (--spec-drafters prompt_lookup)"
+
+
+def weight_bytes(config: Any, device: torch.device, is_own: bool) -> int:
+    """Return the bytes of a model's weights in the type in which they would be served."""
+    with torch.device("meta"):
+        model = import_transformers().AutoModelForCausalLM.from_config(config)
+    stored = getattr(config, "dtype", None) or torch.float32
+    dtype = stored if is_own else arithmetic_dtype("auto", device) or stored
+    dtype_bytes = int(dtype.itemsize)
+    return dtype_bytes * sum(int(parameter.numel()) for parameter in model.parameters())
+
+
+def kv_bytes(config: Any, device: torch.device) -> int:
+    """Return the bytes of a token's K and V in all layers."""
+    num_heads = config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or num_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    stored = getattr(config, "dtype", None) or torch.float32
+    dtype = torch.float32 if device.type == "cpu" else stored
+    return int(config.num_hidden_layers * heads * width * 2 * dtype.itemsize)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,34 @@
+"""`polydraft check` describes a model from its configuration alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import transformers
+
+from polydraft.check import main
+from tests.models import families
+
+
+def text_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = main([str(folder), "--device", "cpu"])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def test_configuration_alone_shows_how_a_model_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrapper's text has our own decoder; a refused type names what is missing."""
+    families.wrapper_config("qwen3_vl", families.PLACEHOLDERS, {}).save_pretrained(tmp_path)
+    code, text = text_of(tmp_path, capsys)
+    assert code == 0
+    assert "served: qwen3, the text part of qwen3_vl; images are refused" in text
+    assert "decoder: our own (cpu)" in text
+    assert "K/V: 256 bytes a token" in text  # 2 layers of 2 heads of 8 numbers, K and V, float32
+    assert "fits next to the weights" in text
+    assert "drafts: Qwen3-0.6B" in text
+    transformers.MambaConfig().save_pretrained(tmp_path)
+    code, text = text_of(tmp_path, capsys)
+    assert code == 2
+    assert "not served" in text
+    assert "recurrent layers" in text
