@@ -64,6 +64,9 @@ class AttentionMetadata:
         return replace(self, paged=self.paged and self.paged._replace(shares={}))
 
     def store(self, layer: int, key_THD: Tensor, value_THD: Tensor) -> None:
+        """Write a layer's K and V; a layer that reads the K/V of another has none."""
+        if layer in self.storage.shared:
+            return
         keys, values = self.storage.layers[layer]
         keys[self.slots_T] = key_THD
         values[self.slots_T] = value_THD

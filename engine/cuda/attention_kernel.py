@@ -282,7 +282,7 @@ def attend_paged(
     query (1, H, T, D) -> (1, T, H, D_v).
     """
     _, num_heads, num_tokens, key_dim = query.shape
-    keys, values = storage.keys[layer], storage.values[layer]
+    keys, values = storage.layers[layer]
     num_kv_heads, value_dim = keys.shape[1], values.shape[2]
     groups = num_heads // num_kv_heads
     tile_queries = tile_queries_of(paged.most_queries, groups, query.dtype)

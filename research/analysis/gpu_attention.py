@@ -90,10 +90,10 @@ def make_pass(group: KernelGroup, texts: Sequence[Text], as_recorded: bool) -> A
     assert paged is not None
     if as_recorded:
         paged = paged._replace(most_keys=_MOST_KEYS if group.on_cuda else paged.most_keys, is_padded=True)
-    shape = KVShape(1, num_kv_heads, dim, dim)
+    shape = KVShape.equal(1, num_kv_heads, dim, dim)
     num_slots = sum(counts) * _PAGE
     num_layers = rotations(num_slots * shape.layer_bytes(group.dtype))
-    storage = KVTensors(KVShape(num_layers, num_kv_heads, dim, dim), num_slots, group.dtype, group.device)
+    storage = KVTensors(KVShape.equal(num_layers, num_kv_heads, dim, dim), num_slots, group.dtype, group.device)
     storage.keys.normal_()
     storage.values.normal_()
     # Scores differ so much that few keys have most of the weight: one that is left out shows.
