@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.attention.groups import Group, ScoreOptions, attend_group
 from engine.attention.inputs import StepLayout
+from engine.attention.latent import absorbed, expanded, has_latents
 from engine.attention.paged import Paged
 from engine.attention.tensors import KVTensors
 
@@ -69,7 +70,8 @@ class AttentionMetadata:
             return
         keys, values = self.storage.layers[layer]
         keys[self.slots_T] = key_THD
-        values[self.slots_T] = value_THD
+        if layer not in self.storage.latent:
+            values[self.slots_T] = value_THD
 
     def attend(
         self,
@@ -106,17 +108,26 @@ def attend(
     assert metadata is not None, "the model was called without metadata"
     layer = module.layer_idx
     metadata.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    operands = (metadata.storage, layer, query, scaling, ScoreOptions(softcap, s_aux), sliding_window)
+    options = ScoreOptions(softcap, s_aux)
+    if not has_latents(module):
+        return _attended(metadata, layer, query, scaling, options, sliding_window), None
+    output = _attended(metadata, layer, absorbed(module, query), scaling, options, sliding_window)
+    return expanded(module, output), None
+
+
+def _attended(metadata: AttentionMetadata, layer: int, query: Tensor, *options: Any) -> Tensor:
+    """Return the attention [1, T, H, D_v] of a pass whose K/V is stored."""
+    operands = (metadata.storage, layer, query, *options)
     if metadata.paged is not None:
         assert metadata.kernel is not None
-        return metadata.kernel.attend_paged(metadata.paged, *operands), None
+        return metadata.kernel.attend_paged(metadata.paged, *operands)
     parts = [attend_group(group, *operands) for group in metadata.groups]
     if len(parts) == 1 and isinstance(metadata.groups[0].rows, slice):
-        return parts[0].unsqueeze(0), None
+        return parts[0].unsqueeze(0)
     output = parts[0].new_empty(query.shape[2], *parts[0].shape[1:])
     for group, part in zip(metadata.groups, parts, strict=True):
         output[group.real_rows] = part
-    return output.unsqueeze(0), None
+    return output.unsqueeze(0)
 
 
 def register() -> None:

@@ -38,10 +38,14 @@ class LayerShape(NamedTuple):
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    is_latent: bool = False
+    """Whether V is the beginning of K (`latent.py`), so that K alone is stored."""
 
     @property
     def dim(self) -> int:
         """Return the stored numbers of a token."""
+        if self.is_latent:
+            return self.num_kv_heads * self.key_dim
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
 
@@ -94,6 +98,8 @@ class KVTensors:
     ) -> None:
         self.num_slots = num_slots
         self.shared = shape.shared
+        self.latent = frozenset(number for number, layer in shape.layers.items() if layer.is_latent)
+        """Layers whose values are views of their keys."""
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """(keys, values) of each layer, as views."""
         self._moved: list[torch.Tensor] = []
@@ -117,6 +123,10 @@ class KVTensors:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of the layers of a shape."""
         layout = (self.num_slots, shape.num_kv_heads)
+        if shape.is_latent:
+            latents = _zeros((num_layers, *layout, shape.key_dim), dtype, device)
+            self._moved.append(latents)
+            return latents, latents[..., : shape.value_dim]
         if shape.key_dim == shape.value_dim:
             # One piece of memory, so that one operation moves both.
             both = _zeros((2 * num_layers, *layout, shape.key_dim), dtype, device)
@@ -157,6 +167,8 @@ class KVTensors:
         gathered_keys = buffers[0][:count]
         gathered_values = buffers[1][:count]
         torch.index_select(keys, 0, slots, out=gathered_keys)
+        if layer in self.latent:
+            return gathered_keys, gathered_keys[..., : values.shape[-1]]
         torch.index_select(values, 0, slots, out=gathered_values)
         return gathered_keys, gathered_values
 

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from engine.attention.attention import HOOK, PagedKernel
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
+from engine.attention.latent import has_latents
 from engine.attention.tensors import KVShape, LayerShape
 from engine.config import ModelConfig
 from engine.cuda.lean_decoder import LeanDecoder
@@ -126,13 +127,15 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
     seen: list[tuple[Tensor, Tensor, int]] = []
 
     def record(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        is_latent = has_latents(module)
         sources = [layer for other_key, other_value, layer in seen if other_key is key and other_value is value]
         if sources:
             shared[module.layer_idx] = sources[0]
         else:
-            layers[module.layer_idx] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
+            layers[module.layer_idx] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], is_latent)
             seen.append((key, value, module.layer_idx))
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+        width = module.v_head_dim if is_latent else value.shape[-1]
+        return query.new_zeros(1, query.shape[2], query.shape[1], width), None
 
     import_transformers().AttentionInterface.register(f"{HOOK}_shape", record)
     with attention(loaded.model, f"{HOOK}_shape"), torch.inference_mode():

@@ -39,7 +39,9 @@ def paths(chance: np.random.Generator, num_sequences: int, longest: int) -> list
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "shape", [KVShape.equal(2, 1, 8, 8), KVShape.equal(3, 2, 20, 12), KVShape.equal(1, 8, 128, 64)], ids=["small", "odd", "wide"]
+    "shape",
+    [KVShape.equal(2, 1, 8, 8), KVShape.equal(3, 2, 20, 12), KVShape.equal(1, 8, 128, 64)],
+    ids=["small", "odd", "wide"],
 )
 def test_moves_equal_torch(shape: KVShape, dtype: torch.dtype) -> None:
     chance = np.random.default_rng(5)
