@@ -33,6 +33,7 @@ from tests.cuda import in_torch  # noqa: E402
 from tests.cuda.test_lean_decoder import randomised  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.grid import grid  # noqa: E402
+from tests.models import families  # noqa: E402
 from tests.models.test_architectures import COMMON  # noqa: E402
 from tests.wrong import calls_of, instead  # noqa: E402
 
@@ -43,6 +44,8 @@ CASES: dict[str, Any] = {
     "heads in threes": transformers.LlamaConfig(
         **{**COMMON, "hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12}
     ),
+    "latents": families.config("glm4_moe_lite"),
+    "several shapes": families.config("gemma4_text"),
     "one key head": transformers.LlamaConfig(**{**COMMON, "num_key_value_heads": 1}),
 }
 
