@@ -107,11 +107,12 @@ def compile_attention(
     num_queries: of each sequence, which choose a tile; groups: query heads of each K/V head.
     """
     served = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[dtype]
-    tile_queries = tile_queries_of(num_queries, groups, served)
+    tile_queries = tile_queries_of(num_queries, groups, served, head_dim)
     tile = tile_keys_of(served, head_dim, tile_queries, more.get("has_window", False), interpreted=False)
     constants = _ATTENTION | {"groups": groups, "tile_keys": tile[0]}
     constants |= {"rows": max(16, triton.next_power_of_2(groups * tile_queries))}
     constants |= {"upcast": dtype == "*fp32", "key_dim": head_dim, "value_dim": head_dim}
+    constants |= {"value_stride": head_dim}
     block = triton.next_power_of_2(head_dim)
     constants |= {"key_block": block, "value_block": block, **more}
     types = dict.fromkeys(("query", "keys", "values"), dtype) | types
@@ -169,6 +170,10 @@ def model_kernels() -> Iterator[Callable[[], object]]:
         for has_window in (False, True):
             constants = {"tile_queries": tile_queries, "tile_keys": 64, "has_window": has_window}
             yield partial(compiled, _divide, text_arrays | {"positions": "*i32"}, constants, num_warps=1)
+    # Wide heads of Gemma 4, and latents with the 20 query heads of GLM-4.7-Flash.
+    for num_queries in (1, 200):
+        yield partial(compile_attention, own, "*bf16", num_queries, 8, 512)
+        yield partial(compile_attention, own, "*bf16", num_queries, 20, 576, value_dim=512, value_block=512)
     # Prompts in one part, and trees in parts, of models with other numbers of query heads for each
     # K/V head.
     for groups in (1, 2, 5, 7, 8):

@@ -72,7 +72,7 @@ def attention() -> int:
     kinds: set[str] = set()
     for name in ("_divide", "_attend", "_merge"):
         setattr(attention_kernel, name, Counting(getattr(attention_kernel, name), kinds))
-    storage = KVTensors(KVShape(1, KV_HEADS, DIM, DIM), 2 * PAGE, torch.bfloat16, CPU)
+    storage = KVTensors(KVShape.equal(1, KV_HEADS, DIM, DIM), 2 * PAGE, torch.bfloat16, CPU)
     chance = np.random.default_rng(3)
     for _ in range(NUM_STEPS):
         batch = build(step(chance), PAGE)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from engine.attention.groups import Group, ScoreOptions, attend_group
 from engine.attention.inputs import StepLayout
+from engine.attention.latent import absorbed, expanded, has_latents
 from engine.attention.masks import mask_of
 from engine.attention.paged import Paged
 from engine.attention.tensors import KVTensors
@@ -70,9 +71,13 @@ class AttentionMetadata:
         return replace(self, paged=self.paged and self.paged._replace(shares={}))
 
     def store(self, layer: int, key_THD: Tensor, value_THD: Tensor) -> None:
+        """Write a layer's K and V; a layer that reads the K/V of another has none."""
+        if layer in self.storage.shared:
+            return
         keys, values = self.storage.layers[layer]
         keys[self.slots_T] = key_THD
-        values[self.slots_T] = value_THD
+        if layer not in self.storage.latent:
+            values[self.slots_T] = value_THD
 
     def attend(
         self,
@@ -126,19 +131,35 @@ def attend(
     mask = mask_of(module, sliding_window)
     layer = module.layer_idx
     metadata.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    operands = (metadata.storage, layer, query, scaling, ScoreOptions(softcap, s_aux, mask.chunk), mask.window)
+    options = ScoreOptions(softcap, s_aux, mask.chunk)
+    if not has_latents(module):
+        return _attended(metadata, layer, query, scaling, options, mask.window), None
+    output = _attended(metadata, layer, absorbed(module, query), scaling, options, mask.window)
+    return expanded(module, output), None
+
+
+def _attended(
+    metadata: AttentionMetadata,
+    layer: int,
+    query: Tensor,
+    scaling: float | None,
+    options: ScoreOptions,
+    window: int | None,
+) -> Tensor:
+    """Return the attention [1, T, H, D_v] of a pass whose K/V is stored."""
+    operands = (metadata.storage, layer, query, scaling, options, window)
     if metadata.paged is not None:
         assert metadata.kernel is not None
-        if mask.chunk is not None:
+        if options.chunk is not None:
             raise LoadError("the attention kernel has no masks of chunks")
-        return metadata.kernel.attend_paged(metadata.paged, *operands), None
+        return metadata.kernel.attend_paged(metadata.paged, *operands)
     parts = [attend_group(group, *operands) for group in metadata.groups]
     if len(parts) == 1 and isinstance(metadata.groups[0].rows, slice):
-        return parts[0].unsqueeze(0), None
+        return parts[0].unsqueeze(0)
     output = parts[0].new_empty(query.shape[2], *parts[0].shape[1:])
     for group, part in zip(metadata.groups, parts, strict=True):
         output[group.real_rows] = part
-    return output.unsqueeze(0), None
+    return output.unsqueeze(0)
 
 
 def _with_temperature(module: Any, query: Tensor, positions_T: Tensor) -> Tensor:

@@ -111,6 +111,11 @@ def attend_group(
     """
     num_batch, num_queries, num_keys = group.shape
     keys, values = storage.read(layer, group.slots)
+    value_dim = values.shape[-1]
+    is_latent = layer in storage.latent
+    if is_latent:
+        # Torch's fused attention needs equal widths: the rest of K is weighed, too, and cut off.
+        values = keys
     num_kv_heads = keys.shape[1]
     heads = query.shape[1] // num_kv_heads
     rows = group.rows
@@ -118,10 +123,10 @@ def attend_group(
     queries = whole[:, rows] if isinstance(rows, slice) else whole.index_select(1, rows)
     keys = keys.view(num_batch, num_keys, num_kv_heads, -1).transpose(1, 2)
     values = values.view(num_batch, num_keys, num_kv_heads, -1).transpose(1, 2)
-    if num_batch == 1:
+    if num_batch == 1 and not (is_latent and num_queries <= _MOST_QUERIES):
         bias = group.bias(window, 1, query.dtype, kind.chunk)
         output = scaled_attention(queries.unsqueeze(0), keys, values, bias, scaling, kind)
-        return output[0].transpose(0, 1)
+        return output[0].transpose(0, 1)[..., :value_dim]
     # Query heads with the same keys become further queries of one head.
     folded = queries.reshape(num_kv_heads, heads, num_batch, num_queries, -1)
     folded = folded.permute(2, 0, 1, 3, 4)
@@ -129,7 +134,7 @@ def attend_group(
     bias = group.bias(window, heads, query.dtype, kind.chunk)
     output = scaled_attention(folded, keys, values, bias, scaling, kind)
     unfolded = output.view(num_batch, num_kv_heads, heads, num_queries, -1).permute(0, 3, 1, 2, 4)
-    result = unfolded.reshape(num_batch * num_queries, num_kv_heads * heads, -1)
+    result = unfolded.reshape(num_batch * num_queries, num_kv_heads * heads, -1)[..., :value_dim]
     return result if group.real is None else result[group.real]
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -31,21 +32,43 @@ def slot_moves(pairs: Sequence[tuple[int, int]], block_ids: Sequence[int], block
     return [(slot(source), slot(to)) for source, to in pairs if source != to]
 
 
-@dataclass(frozen=True)
-class KVShape:
-    """Shape of one token's K and V in every layer."""
+class LayerShape(NamedTuple):
+    """Shape of one token's K and V in a layer."""
 
-    num_layers: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    is_latent: bool = False
+    """Whether V is the beginning of K (`latent.py`), so that K alone is stored."""
+
+    @property
+    def dim(self) -> int:
+        """Return the stored numbers of a token."""
+        if self.is_latent:
+            return self.num_kv_heads * self.key_dim
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """Shapes of one token's K and V in all layers."""
+
+    layers: Mapping[int, LayerShape]
+    """By layer; layers without attention, and layers that read the K/V of others, have none."""
+    shared: Mapping[int, int] = field(default_factory=dict)
+    """Layers whose K/V a layer reads in place of its own, by the reading layer."""
     hidden_dim: int = 0
     """Width of a hidden state; 0 if no drafter reads any."""
     taps: tuple[int, ...] = ()
     """Taps whose hidden states are stored with K and V."""
 
+    @classmethod
+    def equal(cls, num_layers: int, num_kv_heads: int, key_dim: int, value_dim: int) -> KVShape:
+        """Return the shape of a model whose layers are alike."""
+        return cls(dict.fromkeys(range(num_layers), LayerShape(num_kv_heads, key_dim, value_dim)))
+
     def token_bytes(self, dtype: torch.dtype) -> int:
-        return self.num_layers * self.layer_bytes(dtype) + self.all_hidden_dim * dtype.itemsize
+        return (sum(layer.dim for layer in self.layers.values()) + self.all_hidden_dim) * dtype.itemsize
 
     @property
     def all_hidden_dim(self) -> int:
@@ -53,14 +76,16 @@ class KVShape:
         return len(self.taps) * self.hidden_dim
 
     def layer_bytes(self, dtype: torch.dtype) -> int:
-        return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+        """Return the bytes of a token's K and V in the largest layer."""
+        return max(layer.dim for layer in self.layers.values()) * dtype.itemsize
 
 
 class KVTensors:
     """K/V and hidden states of all slots.
 
-    Keys [layers, slots, heads, key_dim], values [layers, slots, heads, value_dim], hidden states
-    [slots, taps * D]. `hidden` is None if there are no taps.
+    The layers of a shape lie in one tensor: keys [layers, slots, heads, key_dim], values
+    [layers, slots, heads, value_dim]. Hidden states are [slots, taps * D]; `hidden` is None if
+    there are no taps.
     """
 
     def __init__(
@@ -71,25 +96,59 @@ class KVTensors:
         device: torch.device,
         kernels: Kernels = TORCH,
     ) -> None:
-        layout = (num_slots, shape.num_kv_heads)
-        if shape.key_dim == shape.value_dim:
-            # One piece of memory, so that one operation moves both.
-            both = _zeros((2 * shape.num_layers, *layout, shape.key_dim), dtype, device)
-            self.keys, self.values = both.chunk(2)
-            self._moved = [both]
-        else:
-            self.keys = _zeros((shape.num_layers, *layout, shape.key_dim), dtype, device)
-            self.values = _zeros((shape.num_layers, *layout, shape.value_dim), dtype, device)
-            self._moved = [self.keys, self.values]
-        self.layers = list(zip(self.keys.unbind(), self.values.unbind(), strict=True))
+        self.num_slots = num_slots
+        self.shared = shape.shared
+        self.latent = frozenset(number for number, layer in shape.layers.items() if layer.is_latent)
+        """Layers whose values are views of their keys."""
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """(keys, values) of each layer, as views."""
+        self._moved: list[torch.Tensor] = []
+        self._stacked: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._gathered: dict[tuple[torch.Size, torch.Size], tuple[torch.Tensor, torch.Tensor]] = {}
+        for layer_shape in dict.fromkeys(shape.layers.values()):
+            numbers = [number for number, other in shape.layers.items() if other == layer_shape]
+            stacked = self._allocate(layer_shape, len(numbers), dtype, device)
+            self._stacked.append(stacked)
+            self.layers.update(zip(numbers, zip(*stacked, strict=True), strict=True))
+        self.layers.update({reader: self.layers[source] for reader, source in shape.shared.items()})
         self.taps = shape.taps
         width = shape.all_hidden_dim
         self.hidden = _zeros((num_slots, width), dtype, device) if width else None
         if self.hidden is not None:
             self._moved.append(self.hidden[None, :, None])
-        self._gathered = (self.keys.new_empty(0), self.values.new_empty(0))
         self.kernels = kernels
+
+    def _allocate(
+        self, shape: LayerShape, num_layers: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of the layers of a shape."""
+        layout = (self.num_slots, shape.num_kv_heads)
+        if shape.is_latent:
+            latents = _zeros((num_layers, *layout, shape.key_dim), dtype, device)
+            self._moved.append(latents)
+            return latents, latents[..., : shape.value_dim]
+        if shape.key_dim == shape.value_dim:
+            # One piece of memory, so that one operation moves both.
+            both = _zeros((2 * num_layers, *layout, shape.key_dim), dtype, device)
+            self._moved.append(both)
+            keys, values = both.chunk(2)
+            return keys, values
+        keys = _zeros((num_layers, *layout, shape.key_dim), dtype, device)
+        values = _zeros((num_layers, *layout, shape.value_dim), dtype, device)
+        self._moved += [keys, values]
+        return keys, values
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """Return the keys [layers, slots, heads, dim] of a model whose layers are alike."""
+        ((keys, _),) = self._stacked
+        return keys
+
+    @property
+    def values(self) -> torch.Tensor:
+        """Return the values [layers, slots, heads, dim] of a model whose layers are alike."""
+        ((_, values),) = self._stacked
+        return values
 
     def read(self, layer: int, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of a layer at `slots` [slots, heads, dim].
@@ -100,14 +159,16 @@ class KVTensors:
         if isinstance(slots, slice):
             return keys[slots], values[slots]
         count = len(slots)
-        if len(self._gathered[0]) < count:
-            self._gathered = (
-                keys.new_empty((count, *keys.shape[1:])),
-                values.new_empty((count, *values.shape[1:])),
-            )
-        gathered_keys = self._gathered[0][:count]
-        gathered_values = self._gathered[1][:count]
+        kind = keys.shape[1:], values.shape[1:]
+        buffers = self._gathered.get(kind)
+        if buffers is None or len(buffers[0]) < count:
+            buffers = keys.new_empty((count, *kind[0])), values.new_empty((count, *kind[1]))
+            self._gathered[kind] = buffers
+        gathered_keys = buffers[0][:count]
+        gathered_values = buffers[1][:count]
         torch.index_select(keys, 0, slots, out=gathered_keys)
+        if layer in self.latent:
+            return gathered_keys, gathered_keys[..., : values.shape[-1]]
         torch.index_select(values, 0, slots, out=gathered_values)
         return gathered_keys, gathered_values
 
@@ -121,10 +182,8 @@ class KVTensors:
 
     def wipe(self, slots: torch.Tensor) -> None:
         """Set the K/V and hidden states of tokens to zero."""
-        self.keys[:, slots] = 0
-        self.values[:, slots] = 0
-        if self.hidden is not None:
-            self.hidden[slots] = 0
+        for stored in self._moved:
+            stored[:, slots] = 0
 
     def keep(self, moves: Sequence[KVMoves]) -> None:
         """Move K/V and hidden states of tokens, by sequence.

@@ -30,6 +30,8 @@ from engine.attention.tensors import KVTensors
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _LEAST_ROWS, _MOST_ROWS = 16, 64
+_WIDE = 256
+"""Width of heads above which tiles are smaller (Gemma 4, latents)."""
 _PART_KEYS = 128
 """Fewest keys in a part of a text."""
 _MOST_PARTS = 32
@@ -199,7 +201,7 @@ def _attend(
     num_tokens, num_heads, num_pages, num_nodes, num_words, most_parts,
     query_head_stride, query_token_stride,
     page_size: tl.constexpr, groups: tl.constexpr, rows: tl.constexpr,
-    tile_keys: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr,
+    tile_keys: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr, value_stride: tl.constexpr,
     key_block: tl.constexpr, value_block: tl.constexpr,
     has_softcap: tl.constexpr, has_window: tl.constexpr, upcast: tl.constexpr,
 ):  # fmt: skip
@@ -241,7 +243,7 @@ def _attend(
             page = tl.load(pages + sequence * num_pages + index // page_size, mask=is_key, other=0)
             place = (page * page_size + index % page_size).to(tl.int64) * num_kv_heads + kv_head
             key_tile = _load(keys, place, dim, key_dim, is_key, key_dim)
-            value_tile = _load(values, place, value_column, value_dim, is_key, value_dim)
+            value_tile = _load(values, place, value_column, value_stride, is_key, value_dim)
             scores = product(query_tile, tl.trans(key_tile), upcast) * scale
             if has_softcap:
                 scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
@@ -282,10 +284,10 @@ def attend_paged(
     query (1, H, T, D) -> (1, T, H, D_v).
     """
     _, num_heads, num_tokens, key_dim = query.shape
-    keys, values = storage.keys[layer], storage.values[layer]
+    keys, values = storage.layers[layer]
     num_kv_heads, value_dim = keys.shape[1], values.shape[2]
     groups = num_heads // num_kv_heads
-    tile_queries = tile_queries_of(paged.most_queries, groups, query.dtype)
+    tile_queries = tile_queries_of(paged.most_queries, groups, query.dtype, key_dim)
     tile_keys, num_warps = tile_keys_of(query.dtype, max(key_dim, value_dim), tile_queries, window is not None)
     padded_queries = paged.most_queries if paged.is_padded else 0
     num_tiles = tiles_of(len(paged.starts), num_tokens, padded_queries, tile_queries)
@@ -309,6 +311,8 @@ def attend_paged(
         page_size=paged.page_size, groups=groups,
         rows=max(16, triton.next_power_of_2(tile_queries * groups)),
         tile_keys=tile_keys, key_dim=key_dim, value_dim=value_dim,
+        # The values of latents are the beginnings of their keys.
+        value_stride=values.stride(1),
         key_block=max(16, triton.next_power_of_2(key_dim)), value_block=max(16, triton.next_power_of_2(value_dim)),
         has_softcap=kind.softcap is not None, has_window=window is not None,
         # The interpreter has no bfloat16 products.
@@ -347,10 +351,10 @@ def shares_of(paged: Paged, parts: Parts) -> Tensor:
     return shares
 
 
-def tile_queries_of(most_queries: int, groups: int, dtype: torch.dtype) -> int:
+def tile_queries_of(most_queries: int, groups: int, dtype: torch.dtype, head_dim: int = 0) -> int:
     """Return a tile's queries: a power of two (each is compiled), and enough for a product."""
-    # Tiles of 64 rows in float32 need too many registers, and 38 s to compile.
-    most_rows = _MOST_ROWS if dtype.itemsize < 4 else _MOST_ROWS // 2
+    # Tiles of 64 rows in float32 need too many registers, and 38 s to compile; so do wide heads.
+    most_rows = _MOST_ROWS if dtype.itemsize < 4 and head_dim <= _WIDE else _MOST_ROWS // 2
     fewest, most = max(1, _LEAST_ROWS // groups), 1 << (max(1, most_rows // groups).bit_length() - 1)
     return min(most, 1 << (max(most_queries, fewest) - 1).bit_length())
 
@@ -371,6 +375,8 @@ def tile_keys_of(
     large tiles are faster.
     """
     if dtype.itemsize == 4 and not interpreted:
+        return 16, 8
+    if head_dim > _WIDE:
         return 16, 8
     # Tiles of 32 or more queries: prompts of models whose K/V heads have one or two query heads,
     # such as Qwen3-0.6B.

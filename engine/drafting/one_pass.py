@@ -115,7 +115,7 @@ class BlockDrafter(OnePassDrafter):
         head = self.runner.head
         masks = (head.config.mask_token_id,) * (head.block_config.size - 1)
         self.pass_nodes = partial(_with_blocks, masks, head.block_config.causalities)
-        self._spare_block = target.storage.keys.shape[1] // target.block_size
+        self._spare_block = target.storage.num_slots // target.block_size
         """First K/V block of the head's storage alone, for masks beyond a row's blocks."""
 
     def products(self, plan: Plan) -> tuple[Tensor, Tensor]:

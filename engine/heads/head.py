@@ -96,7 +96,7 @@ class Head(nn.Module):
     @property
     def kv_shape(self) -> KVShape:
         layers = self.config.layers
-        return KVShape(layers.num_hidden_layers, layers.num_key_value_heads, layers.head_dim, layers.head_dim)
+        return KVShape.equal(layers.num_hidden_layers, layers.num_key_value_heads, layers.head_dim, layers.head_dim)
 
     def get_input_embeddings(self) -> Any:
         return self if self.embed_tokens is None else self.embed_tokens

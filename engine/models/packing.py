@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
+from engine.attention.latent import has_latents
 from engine.kernels.checks import synthetic_rows
 from engine.models.quantising import has_scheme
 
@@ -112,8 +113,10 @@ def is_plain(module: Any) -> bool:
 def take_over(model: Any) -> Iterator[PackedLinear]:
     """Replace the plain linear layers of a model; others stay."""
     shared = {id(model.get_input_embeddings().weight)}
+    # Attention over latents reads these weights.
+    read = {module.kv_b_proj for module in model.modules() if has_latents(module)}
     for module in model.modules():
-        if is_plain(module):
+        if is_plain(module) and module not in read:
             emptied = () if id(module.weight) in shared else (module,)
             product = PackedLinear(module.weight.detach(), module.bias, emptied)
             module.forward = product

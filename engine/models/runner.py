@@ -175,7 +175,7 @@ class ModelRunner:
 
     def tune(self, most_cores: int) -> None:
         """Measure on how many cores passes are fastest; needs an unused pool."""
-        num_slots = self.storage.keys.shape[1]
+        num_slots = self.storage.num_slots
 
         def run(num_rows: int) -> Tensor:
             num_rows = min(num_rows, num_slots)

@@ -224,7 +224,7 @@ def _choose_backends(
     target = models[0]
     shapes = [kv_shape_of(model) for model in models]
     if kind is None and len(models) > 1:
-        kind = kind_of(models[1], shapes[0].num_layers)
+        kind = kind_of(models[1], target.model.config.get_text_config().num_hidden_layers)
     if kind is not None and kind.taps:
         width = target.model.config.get_text_config().hidden_size
         shapes[0] = replace(shapes[0], hidden_dim=width, taps=kind.taps)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from engine.attention.attention import HOOK, register
+from engine.attention.latent import METHOD, store_latents
 from engine.config import ModelConfig
 from engine.errors import LoadError, first_line
 from engine.heads.head import Head
@@ -28,6 +29,7 @@ from engine.models.checkpoint import Source, context_length, length_remark, toke
 from engine.models.gguf.blocks import BlockTensor
 from engine.models.gguf.weights import file_behind, load_model
 from engine.models.importing import import_transformers
+from engine.models.packing import is_plain
 from engine.models.parallel import Ranks, check_split, start_ranks
 from engine.models.quantising import (
     FORMATS,
@@ -266,6 +268,8 @@ def adopt(model: Any, name: str) -> LoadedModel:
     check_config(name, config)
     assert not depends_on_length(config), "the rotary embedding is fixed before a model is built"
     model.eval().requires_grad_(False)
+    latent = [module for module in model.modules() if hasattr(type(module), METHOD) and is_plain(module.kv_b_proj)]
+    store_latents(latent, HOOK)
     eos = model.generation_config.eos_token_id if model.generation_config else None
     if eos is None:
         eos = config.eos_token_id

@@ -58,6 +58,14 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("initializer_range", "init_std"), 0.3),
     "query_pre_attn_scalar": _HEAD_DIM,
 }
+_LATENT_SIZES: dict[str, Any] = {
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
+    **dict.fromkeys(("head_dim", "qk_rope_head_dim"), 4),
+    "num_key_value_heads": _HEADS,
+    "qk_nope_head_dim": _HEAD_DIM,
+    "qk_head_dim": _HEAD_DIM + 4,
+    "v_head_dim": 6,
+}
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _LAYER_NUMBERS = ("moe_layers", "mlp_only_layers")
 """Lists of the numbers of some layers."""
@@ -73,11 +81,12 @@ def check_long_texts(loaded: LoadedModel, only_warns: bool) -> None:
     """
     try:
         small = _random_model(miniature(loaded.model.config), f"{loaded.name} (miniature)")
+        shape = find_kv_shape(small)
     except Exception as error:  # fields of a configuration may fit no small sizes
         log.warning("%s: what depends on a text's length was not compared: %s", loaded.name, first_line(error))
         return
     try:
-        probe(small, find_kv_shape(small))
+        probe(small, shape)
     except LoadError as error:
         fault = f"{loaded.name}: texts longer than its windows or chunks would get wrong answers ({error})"
         if not only_warns:
@@ -109,6 +118,8 @@ def miniature(config: Any) -> Any:
 def _sizes(fields: dict[str, Any]) -> dict[str, Any]:
     """Return small sizes for fields of a configuration, and of the parts of its layers in it."""
     sizes = {key: value for key, value in _SIZES.items() if key in fields}
+    if fields.get("kv_lora_rank"):
+        sizes |= {key: value for key, value in _LATENT_SIZES.items() if fields.get(key)}
     for name, part in fields.items():
         if name.endswith("_config") and isinstance(part, dict):
             sizes[name] = part | _sizes(part)
@@ -127,15 +138,19 @@ def _layers(config: Any, fields: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, list) and len(value) == count:
             lists[key] = value
     parts = {int(number): part for number, part in (fields.get("per_layer_config") or {}).items()}
+    first_shared = count - (fields.get("num_kv_shared_layers") or 0)
     kinds: dict[str, int] = {}
     for number in range(count):
-        kind = [value[number] for value in lists.values()] + [number in value for value in numbers.values()]
+        kind = [number >= first_shared, *(value[number] for value in lists.values())]
+        kind += [number in value for value in numbers.values()]
         kinds.setdefault(repr((kind, parts.get(number))), number)
     chosen = sorted({*kinds.values(), *range(min(_FEWEST_LAYERS, count))})
     result: dict[str, Any] = {key: [value[number] for number in chosen] for key, value in lists.items()}
     for key, value in numbers.items():
         result[key] = [number for number, old in enumerate(chosen) if old in value]
     result[named] = len(chosen)
+    if "num_kv_shared_layers" in fields:
+        result["num_kv_shared_layers"] = sum(number >= first_shared for number in chosen)
     if parts:
         small = {number: parts.get(old) for number, old in enumerate(chosen)}
         result["per_layer_config"] = {number: part | _sizes(part) for number, part in small.items() if part}

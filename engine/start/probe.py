@@ -32,8 +32,9 @@ from torch import Tensor
 
 from engine.attention.attention import HOOK, PagedKernel
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
+from engine.attention.latent import has_latents
 from engine.attention.masks import record_mask, register_masks
-from engine.attention.tensors import KVShape
+from engine.attention.tensors import KVShape, LayerShape
 from engine.config import ModelConfig
 from engine.cuda.lean_decoder import LeanDecoder
 from engine.errors import ConfigError, LoadError
@@ -115,34 +116,48 @@ BACKENDS = (
 
 
 def find_kv_shape(loaded: LoadedModel) -> KVShape:
-    """Return the shape of K and V that the hook gets, and record masks, by calling the model once.
+    """Return the shapes of K and V that the hook gets, and record masks, in two calls.
 
     Weights in blocks (GGUF) would be dequantised, so the configuration states their shape.
     """
     if has_blocks(loaded.model):
         config = loaded.model.config
-        return KVShape(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.head_dim)
-    seen: dict[int, tuple[int, int, int]] = {}
+        return KVShape.equal(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.head_dim)
+    layers: dict[int, LayerShape] = {}
+    shared: dict[int, int] = {}
+    seen: list[tuple[Tensor, Tensor, int]] = []
 
-    def record(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None, *_: Any, **__: Any
+    def unattended(module: Any, query: Tensor, value: Tensor) -> tuple[Tensor, None]:
+        width = module.v_head_dim if has_latents(module) else value.shape[-1]
+        return query.new_zeros(1, query.shape[2], query.shape[1], width), None
+
+    def shapes(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        sources = [layer for other_key, other_value, layer in seen if other_key is key and other_value is value]
+        if sources:
+            shared[module.layer_idx] = sources[0]
+        else:
+            layers[module.layer_idx] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], has_latents(module))
+            seen.append((key, value, module.layer_idx))
+        return unattended(module, query, value)
+
+    def masks(
+        module: Any, query: Tensor, _key: Tensor, value: Tensor, attention_mask: object = None, *_: Any, **__: Any
     ) -> tuple[Tensor, None]:
         record_mask(module, attention_mask)
-        seen[module.layer_idx] = (key.shape[1], key.shape[-1], value.shape[-1])
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+        return unattended(module, query, value)
 
-    import_transformers().AttentionInterface.register(f"{HOOK}_shape", record)
-    register_masks(f"{HOOK}_shape")
-    with attention(loaded.model, f"{HOOK}_shape"), torch.inference_mode():
-        # Without a cache, masks would also part texts that are packed into one row.
-        plain_forward(loaded.model, [[1, 2]], import_transformers().DynamicCache())
-    shapes = set(seen.values())
-    if len(shapes) != 1 or sorted(seen) != list(range(len(seen))):
-        raise LoadError(
-            f"{loaded.name}: its layers do not all keep K and V of one shape ({sorted(shapes)}); not supported"
-        )
-    heads, key_dim, value_dim = shapes.pop()
-    return KVShape(len(seen), heads, key_dim, value_dim)
+    transformers = import_transformers()
+    register_masks(f"{HOOK}_masks")
+    # A cache returns other tensors for the K and V of layers that share. Without one, masks would
+    # also part texts that are packed into one row; of two tokens, Gemma 4 would cut them.
+    passes = (("shapes", shapes, [1, 2], None), ("masks", masks, [1], transformers.DynamicCache()))
+    for name, record, text, cache in passes:
+        transformers.AttentionInterface.register(f"{HOOK}_{name}", record)
+        with attention(loaded.model, f"{HOOK}_{name}"), torch.inference_mode():
+            plain_forward(loaded.model, [text], cache)
+    if not layers:
+        raise LoadError(f"{loaded.name}: none of its layers attends through the hook; not supported")
+    return KVShape(layers, shared)
 
 
 def choose_backend(

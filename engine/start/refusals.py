@@ -9,12 +9,7 @@ from collections.abc import Collection
 from difflib import get_close_matches
 
 REASONS = {
-    "K and V of one latent for all heads (MLA)": """
-        axk1 deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash minicpm3 mistral4 youtu aria kimi_k25 mistral_large4
-    """,
-    "layers with K and V of different shapes": """
-        gemma3n gemma3n_text gemma4 gemma4_unified gemma4_unified_text mimo_v2_flash step3p7 mllama
-    """,
+    "layers without K and V between others": "mllama",
     "recurrent layers, which keep a state of the whole text": """
         bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear mamba mamba2 minicpm_ocr
         minicpmv4_6 minicpmv4_7 minimax nemotron_h nemotron_h_omni olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text
@@ -40,7 +35,8 @@ REASONS = {
     """,
     "a test of its text model next to the whole wrapper": """
         blip-2 deepseek_vl_hybrid fast_vlm fuyu hyperclovax_vision_v2 idefics2 instructblip instructblipvideo janus
-        llava_next_video ovis2 perception_lm pp_chart2table qianfan_ocr shieldgemma2 video_llava vipllava
+        llava_next_video ovis2 perception_lm pp_chart2table qianfan_ocr shieldgemma2 video_llava vipllava aria gemma3n
+        gemma4 gemma4_unified gemma4_unified_text kimi_k25 mistral4 mistral_large4 step3p7
     """,
     "attention to another text or to images": "evolla git idefics kosmos-2 kosmos-2.5",
     "a drafter's place next to its target": "gemma4_assistant gemma4_unified_assistant",

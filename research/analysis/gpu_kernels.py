@@ -147,8 +147,8 @@ def make_pass(times: KernelTimes, texts: Sequence[Text], as_recorded: bool) -> t
     if as_recorded:
         paged = paged._replace(most_keys=_MOST_KEYS if times.on_cuda else paged.most_keys, is_padded=True)
     num_slots = sum(counts) * _PAGE
-    num_layers = rotations(num_slots * KVShape(1, num_kv_heads, dim, dim).layer_bytes(times.dtype))
-    storage = KVTensors(KVShape(num_layers, num_kv_heads, dim, dim), num_slots, times.dtype, times.device)
+    num_layers = rotations(num_slots * KVShape.equal(1, num_kv_heads, dim, dim).layer_bytes(times.dtype))
+    storage = KVTensors(KVShape.equal(num_layers, num_kv_heads, dim, dim), num_slots, times.dtype, times.device)
     storage.keys.normal_()
     storage.values.normal_()
     query = times.randn(len(layout.positions_T), num_heads, dim)

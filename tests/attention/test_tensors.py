@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ def resident_bytes() -> int:
 
 
 def test_a_pool_on_a_cpu_takes_no_memory_before_it_is_used() -> None:
-    shape = KVShape(num_layers=4, num_kv_heads=8, key_dim=64, value_dim=64, hidden_dim=512, taps=(0,))
+    shape = replace(KVShape.equal(4, 8, 64, 64), hidden_dim=512, taps=(0,))
     num_slots = 1 << 15
     before = resident_bytes()
     pool = KVTensors(shape, num_slots, torch.float32, torch.device("cpu"))

@@ -29,7 +29,7 @@ def attend(
     window: int | None,
 ) -> Tensor:
     """Return what `attend_paged` returns; rows of no sequence get 0."""
-    keys, values = (part[layer].to(query.dtype) for part in (storage.keys, storage.values))
+    keys, values = (part.to(query.dtype) for part in storage.layers[layer])
     groups = query.shape[1] // keys.shape[1]
     output = query.new_zeros(query.shape[2], query.shape[1], values.shape[2])
     bounds = torch.stack([paged.starts, paged.counts, paged.first_keys, paged.ends, paged.num_keys], 1).tolist()

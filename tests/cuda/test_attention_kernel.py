@@ -33,6 +33,7 @@ from tests.cuda import in_torch  # noqa: E402
 from tests.cuda.test_lean_decoder import randomised  # noqa: E402
 from tests.engine import tiny  # noqa: E402
 from tests.grid import grid  # noqa: E402
+from tests.models import families  # noqa: E402
 from tests.models.test_architectures import COMMON  # noqa: E402
 from tests.wrong import calls_of, instead  # noqa: E402
 
@@ -43,6 +44,8 @@ CASES: dict[str, Any] = {
     "heads in threes": transformers.LlamaConfig(
         **{**COMMON, "hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12}
     ),
+    "latents": families.config("glm4_moe_lite"),
+    "several shapes": families.config("gemma4_text"),
     "one key head": transformers.LlamaConfig(**{**COMMON, "num_key_value_heads": 1}),
 }
 
@@ -97,7 +100,7 @@ def test_prompt_queries_read_no_keys_beyond_their_tile(window: int | None, parts
     count, known, clean = 90, 40, 64
     blocks = list(range(-(-(known + count) // PAGE)))
     part = SequenceInput(list(range(count)), known, blocks, NO_NODES, slice(0))
-    storage = KVTensors(KVShape(1, 2, 24, 40), len(blocks) * PAGE, torch.float32, tiny.DEVICE)
+    storage = KVTensors(KVShape.equal(1, 2, 24, 40), len(blocks) * PAGE, torch.float32, tiny.DEVICE)
     generator = torch.Generator().manual_seed(2)
     for tensor in (storage.keys, storage.values):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
@@ -142,7 +145,7 @@ def operands(
         SequenceInput(list(range(9)), num_keys - 20, blocks[half:], NO_NODES, slice(0), first_key),
     ]
     generator = torch.Generator().manual_seed(2)
-    shape = KVShape(1, 2, 24, 40)
+    shape = KVShape.equal(1, 2, 24, 40)
     storage = KVTensors(shape, len(blocks) * PAGE, dtype, tiny.DEVICE)
     for tensor in (storage.keys, storage.values):
         tensor.copy_(torch.randn(tensor.shape, generator=generator).to(dtype))
@@ -293,7 +296,7 @@ def test_a_long_text_has_parts_and_short_ones_beside_it_have_one() -> None:
         )
         for i, length in enumerate(lengths)
     ]
-    storage = KVTensors(KVShape(1, 2, 24, 40), 280 * PAGE, torch.float32, tiny.DEVICE)
+    storage = KVTensors(KVShape.equal(1, 2, 24, 40), 280 * PAGE, torch.float32, tiny.DEVICE)
     generator = torch.Generator().manual_seed(4)
     for tensor in (storage.keys, storage.values):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
@@ -326,7 +329,7 @@ def test_few_programs_have_no_tile(counts: list[int], programs: int, with_work: 
         [SequenceInput([1] * n, 0, own, NO_NODES, slice(0)) for n, own in zip(counts, blocks, strict=True)]
     )
     query = torch.empty((1, 32, sum(counts), 16), dtype=torch.bfloat16, device=tiny.DEVICE)
-    storage = KVTensors(KVShape(1, 8, 16, 16), PAGE, torch.bfloat16, tiny.DEVICE)
+    storage = KVTensors(KVShape.equal(1, 8, 16, 16), PAGE, torch.bfloat16, tiny.DEVICE)
     launches = Launches()
     with (
         patch.object(attention_kernel, "_attend", launches),
@@ -349,7 +352,7 @@ def test_every_tile_of_many_sequences_is_computed() -> None:
         SequenceInput(list(range(n)), 3, [next(blocks) for _ in range(-(-(n + 3) // PAGE))], NO_NODES, slice(0))
         for n in counts
     ]
-    storage = KVTensors(KVShape(1, 1, 24, 40), 400 * PAGE, torch.float32, tiny.DEVICE)
+    storage = KVTensors(KVShape.equal(1, 1, 24, 40), 400 * PAGE, torch.float32, tiny.DEVICE)
     generator = torch.Generator().manual_seed(4)
     for tensor in (storage.keys, storage.values):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))

@@ -39,7 +39,9 @@ def paths(chance: np.random.Generator, num_sequences: int, longest: int) -> list
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "shape", [KVShape(2, 1, 8, 8), KVShape(3, 2, 20, 12), KVShape(1, 8, 128, 64)], ids=["small", "odd", "wide"]
+    "shape",
+    [KVShape.equal(2, 1, 8, 8), KVShape.equal(3, 2, 20, 12), KVShape.equal(1, 8, 128, 64)],
+    ids=["small", "odd", "wide"],
 )
 def test_moves_equal_torch(shape: KVShape, dtype: torch.dtype) -> None:
     chance = np.random.default_rng(5)
@@ -54,7 +56,7 @@ def test_moves_equal_torch(shape: KVShape, dtype: torch.dtype) -> None:
 
 def test_all_of_a_sequence_is_read_before_any_is_written() -> None:
     """Each move overwrites what the next one reads."""
-    shape = KVShape(2, 2, 8, 8)
+    shape = KVShape.equal(2, 2, 8, 8)
     chain = [(slot, slot + 1) for slot in range(10)]
     before, together, in_turn = (tensors(shape, torch.float32, True) for _ in range(3))
     together.keep([chain])
@@ -67,7 +69,7 @@ def test_all_of_a_sequence_is_read_before_any_is_written() -> None:
 @pytest.mark.parametrize("num_moves", [1, 31, 32, 33])
 def test_moves_touch_no_other_rows(num_moves: int) -> None:
     """A sequence may have fewer moves than others; columns after the last one are not used."""
-    shape = KVShape(2, 3, 7, 5)
+    shape = KVShape.equal(2, 3, 7, 5)
     before, after = (tensors(shape, torch.float32, True) for _ in range(2))
     after.keep([[(40 + number, 100 + number) for number in range(num_moves)], [(5, 6)]])
     touched = [6, *range(100, 100 + num_moves)]

@@ -32,6 +32,7 @@ from engine.start.choosing import choose
 from engine.start.loading import LoadedModel
 from tests.engine import tiny
 from tests.grid import grid
+from tests.models import families
 from tests.wrong import instead, wrong_rule
 
 VOCABULARY = 4
@@ -264,6 +265,28 @@ IN_THE_GATE |= {("bv_race 4", sampling) for sampling in TOGETHER} | {("traversal
 def test_joint_distribution_of_three_tokens(pair: tuple[LoadedModel, LoadedModel], name: str, sampling: str) -> None:
     counts = sample(pair, SPECULATIONS[name], SAMPLINGS[sampling])
     assert g_test(counts, exact_distribution(pair[0], SAMPLINGS[sampling])) > ALPHA
+
+
+def shifted_by(probs: np.ndarray, total_variation: float) -> np.ndarray:
+    """Return another distribution at exactly this total variation: every second cell grows."""
+    sign = np.where(np.arange(len(probs)) % 2, 1, -1)
+    direction = probs * (sign - (probs * sign).sum() / probs.sum())
+    return probs / probs.sum() + direction * 2 * total_variation / np.abs(direction).sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma4_text", "glm4_moe_lite"])
+def test_layers_of_several_shapes_and_latents_keep_the_distribution(name: str) -> None:
+    """With so many answers that a total variation of 0.03 shows."""
+    sizes = {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "initializer_range": 0.3}
+    target, draft = (tiny.load_model(families.config(name, **sizes), seed) for seed in (21, 22))
+    expected = exact_distribution(target, SAMPLINGS["plain"])
+    num_answers, alpha = 20_000, 1e-3
+    counts = sample((target, draft), SPECULATIONS["bv_race 4"], SAMPLINGS["plain"], num_answers)
+    assert g_test(counts, expected) > alpha
+    shifted = shifted_by(np.array(list(expected.values())), 0.03)
+    drawn = np.random.default_rng(1).multinomial(num_answers, shifted)
+    assert g_test(Counter(dict(zip(expected, drawn.tolist(), strict=True))) + Counter(), expected) < alpha
 
 
 @pytest.mark.slow

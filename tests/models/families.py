@@ -29,10 +29,76 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
+_SHARED_KV: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "sliding_window": 6,
+    "num_kv_shared_layers": 3,
+}
+# The layouts that are published: heads of two widths; the small models share K/V and have
+# embeddings for each layer, the large ones have fewer K/V heads, whose V is K before its norm.
+GEMMA_4_SMALL = _SHARED_KV | {
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "use_double_wide_mlp": True,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
+GEMMA_4_LARGE = _SHARED_KV | {
+    "attention_k_eq_v": True,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+    "num_global_key_value_heads": 1,
+    "num_kv_shared_layers": 0,
+}
+_LATENTS: dict[str, Any] = {
+    "head_dim": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+_LATENTS_AND_EXPERTS = _LATENTS | {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_SHAPES: dict[str, dict[str, Any]] = {
+    "axk1": _LATENTS_AND_EXPERTS,
+    "deepseek_v2": _LATENTS_AND_EXPERTS,
+    "deepseek_v3": _LATENTS_AND_EXPERTS,
+    "gemma3n_text": _SHARED_KV | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
+    "gemma4_text": GEMMA_4_SMALL,
+    "glm4_moe_lite": _LATENTS_AND_EXPERTS,
+    "longcat_flash": _LATENTS
+    | {
+        "num_layers": 1,
+        "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 16,
+        "n_routed_experts": 4,
+        "zero_expert_num": 1,
+        "moe_topk": 2,
+    },
+    "minicpm3": _LATENTS,
+    "mimo_v2_flash": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "v_head_dim": 6,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+    "youtu": _LATENTS,
+}
+"""Fields of types with layers of several shapes, or with latents; a miniature has few layers."""
 _WINDOWED = {"use_sliding_window": True, "sliding_window": LENGTHS["sliding_window"]}
 _MORE: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
-    "gemma4_text": {"global_head_dim": 8, "num_global_key_value_heads": 2},
     "phimoe": _WINDOWED,
     "qwen2": _WINDOWED | {"max_window_layers": 1},
     "qwen2_moe": _WINDOWED,
@@ -65,16 +131,26 @@ class Family(NamedTuple):
     generated: Callable[[list[int], int], list[int]]
 
 
+def config(name: str, **more: Any) -> Any:
+    """Return the configuration of a small model by its `model_type`.
+
+    more: fields that differ, of types with shapes.
+    """
+    if name in _SHAPES:
+        return transformers.AutoConfig.for_model(name, **SIZES | _SHAPES[name] | more)
+    return miniature(transformers.AutoConfig.for_model(name, **_MORE.get(name, {})))
+
+
 def family(name: str, seed: int = 3, **lengths: int) -> LoadedModel:
     """Return a model by its `model_type`, as it would be loaded.
 
-    lengths: fields that differ from the miniature's, if it has them.
+    lengths: fields that differ, if the type has them.
     """
-    config = miniature(transformers.AutoConfig.for_model(name, **_MORE.get(name, {})))
+    small = config(name)
     for field, length in lengths.items():
-        if getattr(config, field, None):
-            setattr(config, field, length)
-    return tiny.load_model(config, seed)
+        if getattr(small, field, None):
+            setattr(small, field, length)
+    return tiny.load_model(small, seed)
 
 
 def family_or_wrapper(name: str, folder: Path) -> Family:

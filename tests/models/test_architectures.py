@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,24 @@ SPECULATIONS = {
     "block": Speculation(rule="block", num_drafts=1, draft_length=4),
     "bv_race": Speculation(rule="bv_race", num_drafts=4, draft_length=4),
 }
+# Layers of several shapes, layers that read the K/V of others, and latents.
+_SHAPES = (
+    "axk1 deepseek_v2 deepseek_v3 gemma3n_text gemma4_text glm4_moe_lite longcat_flash mimo_v2_flash minicpm3 youtu"
+)
+_LARGE = families.GEMMA_4_LARGE | {"initializer_range": 0.3}
+LAYOUTS: dict[str, Callable[[], Any]] = {
+    **{name: partial(families.config, name, initializer_range=0.3) for name in _SHAPES.split()},
+    "gemma4 with fewer heads for all tokens": partial(families.config, "gemma4_text", **_LARGE),
+    "gemma4 with experts": partial(
+        families.config,
+        "gemma4_text",
+        **_LARGE,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=16,
+    ),
+}
 # Mixed prompt lengths; a budget of 26 tokens cuts every longer prompt into chunks, 12 blocks of 8
 # force preemption.
 LENGTHS = (3, 30, 1, 47, 12)
@@ -77,19 +96,22 @@ CROWDED = {"budget": 26, "num_blocks": 12, "max_model_len": 80}
 @pytest.mark.sole("families of models, next to transformers")
 @pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *LAYOUTS])
 def test_greedy_output_equals_transformers(name: str) -> None:
-    target = tiny.load_model(CONFIGS[name](), seed=3)
+    target = tiny.load_model((CONFIGS | LAYOUTS)[name](), seed=3)
     draft = tiny.perturbed(target, seed=4, amount=0.02)
     texts = tiny.prompts(VOCABULARY, LENGTHS)
     expected = {str(i): families.generated(target, text, 24) for i, text in enumerate(texts)}
     for rule, speculation in SPECULATIONS.items():
         for crowding in ({}, CROWDED):
             engine = tiny.build(target, draft, max_num_drafts=4, max_draft_length=4, **crowding)
-            run = tiny.run(engine, [tiny.request(str(i), text, speculation) for i, text in enumerate(texts)])
+            requests = [tiny.request(str(i), text, speculation) for i, text in enumerate(texts)]
+            run = tiny.run(engine, requests)
             assert run.tokens == expected, (rule, crowding)
             if crowding:
                 assert run.num_preemptions > 0, "the pool was meant to be too small"
+            else:
+                assert tiny.run(engine, requests).tokens == expected, "cached prompts"
             if rule != "off":
                 assert run.num_accepted > 0, "no draft was ever accepted; the comparison would prove little"
 

@@ -72,7 +72,7 @@ def test_a_block_cannot_be_given_back_twice() -> None:
 
 
 def test_moves_read_everything_before_they_write() -> None:
-    storage = KVTensors(KVShape(2, 1, 3, 2), 8, torch.float32, torch.device("cpu"))
+    storage = KVTensors(KVShape.equal(2, 1, 3, 2), 8, torch.float32, torch.device("cpu"))
     storage.keys[:] = torch.arange(8.0).reshape(1, 8, 1, 1)
     storage.values[:] = -torch.arange(8.0).reshape(1, 8, 1, 1)
     storage.keep([[(5, 3), (3, 4)], [(7, 6)]])

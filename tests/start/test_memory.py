@@ -171,7 +171,7 @@ def test_angles_of_positions_are_made_before_the_pool_is_sized() -> None:
         served = weights(longest)
         assert made[0] == longest
         assert made.index(-1) > 0, "the memory that is free is asked for later"
-        head_dim = kv_shape_of(target).key_dim
+        head_dim = kv_shape_of(target).layers[0].key_dim
         assert weights(0) - served == (whole - longest) * 2 * head_dim * target.model.dtype.itemsize
 
 

@@ -39,7 +39,7 @@ class Buffers(NamedTuple):
         target = runners[0]
         draft = runners[1] if len(runners) > 1 else None
         tables = (PAGES, DRAFT_PAGES) if has_draft_pool else (PAGES,)
-        last_blocks = [runner.storage.keys.shape[1] // runner.block_size - 1 for runner in runners]
+        last_blocks = [runner.storage.num_slots // runner.block_size - 1 for runner in runners]
         counts = max(shape.num_rows for shape in shapes), max(shape.num_probs for shape in shapes)
         buffers = (torch.zeros((count, target.vocab_size), device=target.device) for count in counts)
         spare_blocks = dict(zip(tables, last_blocks, strict=False))

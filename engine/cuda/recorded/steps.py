@@ -397,7 +397,7 @@ class RecordedSteps(RecordedMenu):
         most_sequences = max(shape.sequences for shape in shapes)
         models = []
         for runner in runners[:1] if self._is_head else runners:
-            spare_block = runner.storage.keys.shape[1] // runner.block_size - 1
+            spare_block = runner.storage.num_slots // runner.block_size - 1
             models.append(RecordedPasses(runner, most_sequences, self._most_pages, spare_block))
             runner.recorded_passes = models[-1]
         return models
