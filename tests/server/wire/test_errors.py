@@ -16,7 +16,7 @@ TABLE = [
     (RequestError("no", "a", GRAMMAR_UNAVAILABLE), UNAVAILABLE, GRAMMAR_UNAVAILABLE, "1", None, "overloaded_error"),
     *[
         (RequestError("no", None, code), (500, "server_error"), code, None, None, "api_error")
-        for code in SERVER_FAULTS
+        for code in sorted(SERVER_FAULTS)
         if code != GRAMMAR_UNAVAILABLE
     ],
     (EngineBusy("full"), (429, "rate_limit_error"), "queue_full", "1", "queue_full", "rate_limit_error"),
