@@ -40,7 +40,13 @@ _TYPES_IN = {
     ("_draw", "weights"): (torch.float64, torch.int64),
     ("_draw", "wanted"): (torch.int8, torch.int64),
 }
-_OWN_STRIDES = {("_attend", "query"), ("_sum_exponentials", "logits"), ("_softmax", "logits"), ("_narrow", "numbers")}
+_OWN_STRIDES = {
+    ("_attend", "query"),
+    ("_attend", "values"),
+    ("_sum_exponentials", "logits"),
+    ("_softmax", "logits"),
+    ("_narrow", "numbers"),
+}
 """Arguments whose rows may lie apart, because their strides are arguments, too."""
 _POWERS = ("block", "tile", "tiles", "parts", "columns", "most", "rows", "key_block", "value_block", "tile_keys")
 """Constants that size tiles: powers of two."""

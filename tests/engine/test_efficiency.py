@@ -18,7 +18,8 @@ from engine.step.engine import Engine
 from tests.engine import tiny
 from tests.grid import grid
 
-DEMO = Path(__file__).parent.parent.parent / "server" / "demo"
+DEMO = Path(__file__).parents[2] / "server" / "demo"
+PROMPTS = Path(__file__).parents[2] / "loadtest" / "prompts"
 LENGTH = 4
 NUM_PROMPTS, NUM_SEEDS = 16, 12
 
@@ -36,7 +37,7 @@ def engine() -> Engine:
 def dialogue_prompts() -> list[list[int]]:
     tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
     prompts = []
-    for line in (DEMO / "heldout_dialogues.jsonl").read_text().splitlines():
+    for line in (PROMPTS / "heldout_dialogues.jsonl").read_text().splitlines():
         text = "".join(f"<|{m['role']}|>{m['content'].strip()}<|end|>" for m in json.loads(line)["messages"])
         prompts.append(tokenizer.encode(f"<|bos|>{text}<|assistant|>", add_special_tokens=False).ids)
     return [prompt for prompt in prompts if len(prompt) < 45][:NUM_PROMPTS]

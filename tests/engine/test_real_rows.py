@@ -20,7 +20,8 @@ from engine.speculation.verification.greedy import greedy
 from engine.speculation.verification.weighted_race import race_table
 from engine.start.building import build_engine
 
-DEMO = Path(__file__).parent.parent.parent / "server" / "demo"
+DEMO = Path(__file__).parents[2] / "server" / "demo"
+PROMPTS = Path(__file__).parents[2] / "loadtest" / "prompts"
 NUM_ROWS = 10_000
 
 
@@ -31,7 +32,7 @@ def real_distributions() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     texts = [
         " ".join(m["content"] for m in record["messages"]) if "messages" in record else record["text"]
         for name in ("dialogues", "gutenberg")
-        for record in map(json.loads, (DEMO / f"heldout_{name}.jsonl").read_text().splitlines())
+        for record in map(json.loads, (PROMPTS / f"heldout_{name}.jsonl").read_text().splitlines())
     ]
     left = NUM_ROWS
     for number, text in enumerate(texts):
