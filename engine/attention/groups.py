@@ -37,7 +37,7 @@ class ScoreOptions(NamedTuple):
     sinks: Tensor | None = None
     """[H] Logit of each head that takes its share of the weights and has no value."""
     chunk: int | None = None
-    """Positions of a chunk: a token sees the keys of its own chunk; None if it sees all."""
+    """Positions of a chunk: a token sees the keys of one chunk; None if it sees all."""
 
 
 @dataclass

@@ -54,9 +54,9 @@ class KVShape:
     """Shapes of one token's K and V in all layers."""
 
     layers: Mapping[int, LayerShape]
-    """By layer; layers without attention, and layers that read the K/V of others, have none."""
+    """Shape by layer; none for a layer without attention, or that reads another layer's K/V."""
     shared: Mapping[int, int] = field(default_factory=dict)
-    """Layers whose K/V a layer reads in place of its own, by the reading layer."""
+    """Layer whose K/V another one reads, by the reading layer."""
     hidden_dim: int = 0
     """Width of a hidden state; 0 if no drafter reads any."""
     taps: tuple[int, ...] = ()

@@ -17,7 +17,7 @@ from engine.start.refusals import refusal
 
 # Families whose logits through the hook equal plain transformers, by
 # tests/models/test_architectures.py.
-# The wrappers of `models/wrappers.py` are served as one of them.
+# Text models of the wrappers in `models/wrappers.py` have one of these types.
 FITTING_MODEL_TYPES = frozenset(
     """
     llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 gpt_neox gpt2 opt olmo2

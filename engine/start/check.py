@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 
+from engine.attention.attention import HOOK, register
 from engine.models.checkpoint import context_length
 from engine.models.importing import import_transformers
 from engine.models.kinds import may_decode
 from engine.models.wrappers import wrapper_of
 from engine.start.architectures import check_config, read_config
+from engine.start.loading import adopt
 from engine.start.number_formats import arithmetic_dtype, choose_device
+from engine.start.probe import find_kv_shape
 
 _GIB = 1 << 30
 _DRAFTS = {
@@ -46,8 +49,9 @@ def describe(name: str, revision: str | None, wanted_device: str) -> Iterator[st
     yield f"decoder: {f'our own ({device.type})' if is_own else 'transformers'}"
     reach = context_length(config)
     yield f"context: {reach:,} tokens"
-    weights = weight_bytes(config, device, is_own)
-    token = kv_bytes(config, device)
+    model = _without_weights(config)
+    weights = weight_bytes(model, config, device, is_own)
+    token = kv_bytes(model, config, device)
     yield f"weights: {weights / _GIB:.1f} GiB, K/V: {token:,} bytes a token"
     free = _free_bytes(device) - weights
     if free > token:
@@ -58,24 +62,43 @@ def describe(name: str, revision: str | None, wanted_device: str) -> Iterator[st
     yield f"drafts: {drafts}; or text drafts (--spec-drafters prompt_lookup)"
 
 
-def weight_bytes(config: Any, device: torch.device, is_own: bool) -> int:
+def weight_bytes(model: Any, config: Any, device: torch.device, is_own: bool) -> int:
     """Return the bytes of a model's weights in the type in which they would be served."""
-    with torch.device("meta"):
-        model = import_transformers().AutoModelForCausalLM.from_config(config)
     stored = getattr(config, "dtype", None) or torch.float32
     dtype = stored if is_own else arithmetic_dtype("auto", device) or stored
     dtype_bytes = int(dtype.itemsize)
     return dtype_bytes * sum(int(parameter.numel()) for parameter in model.parameters())
 
 
-def kv_bytes(config: Any, device: torch.device) -> int:
+def kv_bytes(model: Any, config: Any, device: torch.device) -> int:
     """Return the bytes of a token's K and V in all layers."""
-    num_heads = config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or num_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     stored = getattr(config, "dtype", None) or torch.float32
     dtype = torch.float32 if device.type == "cpu" else stored
-    return int(config.num_hidden_layers * heads * width * 2 * dtype.itemsize)
+    try:
+        return find_kv_shape(adopt(model, config.model_type)).token_bytes(dtype)
+    except (RuntimeError, NotImplementedError):  # code that reads numbers, which such a model lacks
+        return int(_kv_numbers(config)) * int(dtype.itemsize)
+
+
+def _kv_numbers(config: Any) -> int:
+    """Return the stored numbers of a token in a model whose layers are alike."""
+    if getattr(config, "kv_lora_rank", None):
+        return int(config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim))
+    num_heads = config.num_attention_heads
+    in_attention = getattr(getattr(config, "attn_config", None), "kv_n_heads", None)
+    heads = getattr(config, "num_key_value_heads", None) or in_attention or num_heads
+    if config.model_type == "jetmoe":
+        heads *= config.num_experts_per_tok  # each chosen expert of its attention has a copy
+    width = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return int(config.num_hidden_layers * heads * width * 2)
+
+
+def _without_weights(config: Any) -> Any:
+    """Return a model whose tensors have shapes alone."""
+    register()
+    with torch.device("meta"):
+        models = import_transformers().AutoModelForCausalLM
+        return models.from_config(config, attn_implementation=HOOK, dtype=torch.bfloat16)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -86,7 +86,7 @@ def rotations(num_bytes: int) -> int:
 def device_us(runs: Sequence[Callable[[], object]], device: torch.device) -> float:
     """Return the microseconds of a run, in a replayed graph of all runs in turn.
 
-    On a CPU, those of the first run alone.
+    On a CPU, the times of the first run alone.
     """
     if device.type != "cuda":
         began = time.perf_counter()

@@ -277,7 +277,7 @@ def shifted_by(probs: np.ndarray, total_variation: float) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma4_text", "glm4_moe_lite"])
 def test_layers_of_several_shapes_and_latents_keep_the_distribution(name: str) -> None:
-    """With so many answers that a total variation of 0.03 shows."""
+    """Enough answers are drawn to show a total variation of 0.03."""
     sizes = {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "initializer_range": 0.3}
     target, draft = (tiny.load_model(families.config(name, **sizes), seed) for seed in (21, 22))
     expected = exact_distribution(target, SAMPLINGS["plain"])

@@ -50,41 +50,9 @@ GEMMA_4_LARGE = _SHARED_KV | {
     "num_global_key_value_heads": 1,
     "num_kv_shared_layers": 0,
 }
-_LATENTS: dict[str, Any] = {
-    "head_dim": 4,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-}
-_LATENTS_AND_EXPERTS = _LATENTS | {
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
 _SHAPES: dict[str, dict[str, Any]] = {
-    "axk1": _LATENTS_AND_EXPERTS,
-    "deepseek_v2": _LATENTS_AND_EXPERTS,
-    "deepseek_v3": _LATENTS_AND_EXPERTS,
     "gemma3n_text": _SHARED_KV | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
     "gemma4_text": GEMMA_4_SMALL,
-    "glm4_moe_lite": _LATENTS_AND_EXPERTS,
-    "longcat_flash": _LATENTS
-    | {
-        "num_layers": 1,
-        "ffn_hidden_size": 48,
-        "expert_ffn_hidden_size": 16,
-        "n_routed_experts": 4,
-        "zero_expert_num": 1,
-        "moe_topk": 2,
-    },
-    "minicpm3": _LATENTS,
     "mimo_v2_flash": {
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 6,
@@ -93,9 +61,8 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
     },
-    "youtu": _LATENTS,
 }
-"""Fields of types with layers of several shapes, or with latents; a miniature has few layers."""
+"""Fields of types whose layers have several shapes; a miniature has few layers."""
 _WINDOWED = {"use_sliding_window": True, "sliding_window": LENGTHS["sliding_window"]}
 _MORE: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
@@ -134,11 +101,15 @@ class Family(NamedTuple):
 def config(name: str, **more: Any) -> Any:
     """Return the configuration of a small model by its `model_type`.
 
-    more: fields that differ, of types with shapes.
+    more: fields that differ.
     """
     if name in _SHAPES:
-        return transformers.AutoConfig.for_model(name, **SIZES | _SHAPES[name] | more)
-    return miniature(transformers.AutoConfig.for_model(name, **_MORE.get(name, {})))
+        fields = SIZES | {"initializer_range": 0.3} | _SHAPES[name] | more
+        return transformers.AutoConfig.for_model(name, **fields)
+    small = miniature(transformers.AutoConfig.for_model(name, **_MORE.get(name, {})))
+    for field, value in more.items():
+        setattr(small, field, value)
+    return small
 
 
 def family(name: str, seed: int = 3, **lengths: int) -> LoadedModel:

@@ -66,29 +66,18 @@ SPECULATIONS = {
     "block": Speculation(rule="block", num_drafts=1, draft_length=4),
     "bv_race": Speculation(rule="bv_race", num_drafts=4, draft_length=4),
 }
-# Layers of several shapes, layers that read the K/V of others, and latents.
-_SHAPES = (
-    "axk1 deepseek_v2 deepseek_v3 gemma3n_text gemma4_text glm4_moe_lite longcat_flash mimo_v2_flash minicpm3 youtu"
-)
-_LARGE = families.GEMMA_4_LARGE | {"initializer_range": 0.3}
+_LARGE = partial(families.config, "gemma4_text", **families.GEMMA_4_LARGE)
+_FEW_EXPERTS = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
 LAYOUTS: dict[str, Callable[[], Any]] = {
-    **{name: partial(families.config, name, initializer_range=0.3) for name in _SHAPES.split()},
-    "gemma4 with fewer heads for all tokens": partial(families.config, "gemma4_text", **_LARGE),
-    "gemma4 with experts": partial(
-        families.config,
-        "gemma4_text",
-        **_LARGE,
-        enable_moe_block=True,
-        num_experts=4,
-        top_k_experts=2,
-        moe_intermediate_size=16,
-    ),
+    "gemma4 with fewer heads for all tokens": _LARGE,
+    "gemma4 with experts": partial(_LARGE, enable_moe_block=True, **_FEW_EXPERTS),
 }
+"""Further published layouts of a type."""
 # Mixed prompt lengths; a budget of 26 tokens cuts every longer prompt into chunks, 12 blocks of 8
 # force preemption.
 LENGTHS = (3, 30, 1, 47, 12)
-IN_THE_GATE = {"dots1", "idefics3", "llama4_text", "qwen3", "qwen3_vl", "stablelm"}
-"""Types of each group: text models, chunks, windows in our own decoder, and wrappers."""
+IN_THE_GATE = {"dots1", "gemma4_text", "glm4_moe_lite", "idefics3", "llama4_text", "qwen3", "qwen3_vl", "stablelm"}
+"""Types of each group: shapes, latents, chunks, windows in our own decoder, wrappers."""
 EVERY = sorted({*families.NAMES, *WRAPPERS})
 CROWDED = {"budget": 26, "num_blocks": 12, "max_model_len": 80}
 

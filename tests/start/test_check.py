@@ -17,6 +17,17 @@ def text_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]
     return code, captured.out + captured.err
 
 
+@pytest.mark.parametrize(("name", "token_bytes"), [("gemma4_text", 512), ("glm4_moe_lite", 160), ("gpt2", 512)])
+def test_bytes_of_a_token_count_what_layers_store(
+    name: str, token_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Layers that read the K/V of others store none, latents are stored once."""
+    config = families.config(name)
+    config.save_pretrained(tmp_path)
+    _, text = text_of(tmp_path, capsys)
+    assert f"K/V: {token_bytes:,} bytes a token" in text
+
+
 def test_configuration_alone_shows_how_a_model_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A wrapper's text has our own decoder; a refused type names what is missing."""
     families.wrapper_config("qwen3_vl", families.PLACEHOLDERS, {}).save_pretrained(tmp_path)

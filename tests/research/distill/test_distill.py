@@ -243,7 +243,7 @@ class _Rows:
 def test_a_first_layer_predicts_linearly(
     target: Target, states: States, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An EAGLE-3 head's first weights are those of least squares.
+    """An EAGLE-3 head's first weights are the solution of least squares.
 
     If its rows attend to themselves alone.
     """
