@@ -28,7 +28,7 @@ _BLOCK_S = 0.03
 """Seconds of such a block within these limits."""
 _RECENT_STEPS = 24
 """Steps after which about a third of a step's influence on the recent time remains."""
-_LONGEST_STEP = 5.0
+_LONGEST_STEP = 3.0
 """Ratio to the recent time at which a step is cut, because it had another cause."""
 GUESS_VARIANCE = 0.25**2
 """Variance of the logarithm of a guessed cost."""
@@ -174,24 +174,33 @@ class Bucket:
         covariance_AA = self._covariance_at(now_s)
         difference_A = self._difference(self.current, self._before)
         known = float(difference_A @ covariance_AA @ difference_A)
-        if error**2 > _CHANGE**2 * (known + self.noise):
-            # A guess was wrong, or something has changed; one comparison may be an accident.
-            guesses = [one for one in (self.current, self._before) if one and not self.arms[one].is_compared]
-            least = error**2 if guesses else self.noise
-            doubted = guesses or [one for one in (self.current, self._before) if one]
-            factor_A = np.where([one in doubted for one in self.arms], math.sqrt(max(1.0, least / known)), 1.0)
-            covariance_AA *= np.outer(factor_A, factor_A)
+        largest = _CHANGE * math.sqrt(known + self.noise)
+        is_surprising = abs(error) > largest
+        guesses = [one for one in (self.current, self._before) if one and not self.arms[one].is_compared]
+        if is_surprising and guesses:
+            covariance_AA = self._doubted(covariance_AA, guesses, error**2 / known)
+            known = float(difference_A @ covariance_AA @ difference_A)
+        elif is_surprising:
+            error = math.copysign(largest, error)
         influence_A = covariance_AA @ difference_A
-        total = float(difference_A @ influence_A) + self.noise
+        total = known + self.noise
         if arm.is_compared and before.is_compared:
-            noise = min(error**2, _CHANGE**2 * total) - known
-            self.noise += _NOISE_RATE * (noise - self.noise)
+            self.noise += _NOISE_RATE * (error**2 - known - self.noise)
             self.noise = min(max(self.noise, _NOISE[0]), _NOISE[2])
         for known_arm, influence in zip(self.arms.values(), influence_A, strict=True):
             known_arm.cost *= math.exp(float(influence) * error / total)
         self._covariance_AA = covariance_AA - np.outer(influence_A, influence_A) / total
+        if is_surprising and not guesses:
+            # Something has changed, or another process took the core: the next comparisons decide.
+            doubted = [one for one in (self.current, self._before) if one]
+            self._covariance_AA = self._doubted(self._covariance_AA, doubted, self.noise / known)
         self._compared_s = now_s
         arm.is_compared = before.is_compared = True
+
+    def _doubted(self, covariance_AA: Numbers, doubted: list[Fanout], ratio: float) -> Numbers:
+        """Return a covariance whose variances of these arms are larger by the ratio, if above 1."""
+        factor_A = np.where([one in doubted for one in self.arms], math.sqrt(max(1.0, ratio)), 1.0)
+        return covariance_AA * np.outer(factor_A, factor_A)
 
 
 def block_steps(step_s: float) -> int:
