@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
@@ -22,7 +25,30 @@ _SHOWN_LINES = 20
 
 @contextlib.contextmanager
 def running_daemon(arguments: Sequence[str], prefix: Sequence[str] = ()) -> Iterator[str]:
-    """Start `polydraft serve` on a free port and yield its URL when it is ready.
+    """Start a daemon as `pausable_daemon` does, and yield its URL."""
+    with pausable_daemon(arguments, prefix) as daemon:
+        yield daemon.url
+
+
+class Daemon(NamedTuple):
+    """A ready daemon."""
+
+    url: str
+    group: int
+    """Number of the group of its processes."""
+
+    def pause(self) -> None:
+        """Stop all its processes, as if nobody shared the machine."""
+        os.killpg(self.group, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let its processes go on."""
+        os.killpg(self.group, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def pausable_daemon(arguments: Sequence[str], prefix: Sequence[str] = ()) -> Iterator[Daemon]:
+    """Start `polydraft serve` on a free port and yield it when it is ready.
 
     arguments: flags of `serve` except `--host`, `--port`, `--uds` and those of TLS. prefix: command
     that starts it, for example with other system limits. Raises RuntimeError with the last lines of
@@ -31,7 +57,7 @@ def running_daemon(arguments: Sequence[str], prefix: Sequence[str] = ()) -> Iter
     url = f"http://127.0.0.1:{(port := _free_port())}"
     serve = [sys.executable, "-m", "server.cli", "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]
     command = [*prefix, *serve]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stderr is not None
         # The log is read all the time, because the daemon would block on a full pipe.
         log = deque[str](maxlen=_SHOWN_LINES)
@@ -43,8 +69,11 @@ def running_daemon(arguments: Sequence[str], prefix: Sequence[str] = ()) -> Iter
                 _stop(process)
                 reader.join()
                 raise RuntimeError(f"the daemon {what}; the end of its log:\n{''.join(log)}")
-            yield url
+            daemon = Daemon(url, process.pid)
+            yield daemon
         finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGCONT)
             _stop(process)
             reader.join()
 

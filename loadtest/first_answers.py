@@ -2,10 +2,10 @@
 
 Are they true in ordinary use, from the first answer on?
 
-Three fresh daemons on the embedded pair take turns: one serves default answers alone, one answers
-with seeds, one plain answers. The median of the reports is compared with the speed of these answers
-over that of the plain ones. `--busy N` adds N processes that compute; `--cold` gives each daemon an
-empty cache of compiled kernels.
+Three fresh daemons on the embedded pair take turns, and only one runs at a time: one serves default
+answers alone, one answers with seeds, one plain answers. The mean of the reports, weighted by the
+answers' times, is compared with the speed of these answers over that of the plain ones. `--busy N`
+adds N processes that compute; `--cold` gives each daemon an empty cache of compiled kernels.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import random
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 import httpx
 from tqdm import tqdm
 
-from loadtest.daemon import in_folder, running_daemon
+from loadtest.daemon import Daemon, in_folder, pausable_daemon
 from loadtest.results import add_output_argument, document, table, write
 
 _TEXTS = (
@@ -38,6 +39,8 @@ _ARMS = ("default", "seeded", "plain")
 _NUM_FIRST = 4
 """Answers at the beginning whose reports are not compared."""
 _BUSY = "while True: pass"
+_IDLE_S = 0.2
+"""Seconds between an answer and the next turn."""
 
 
 class TimedChat(NamedTuple):
@@ -52,9 +55,21 @@ class TimedChat(NamedTuple):
 class Client:
     """Asks for one chat after another."""
 
-    def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=600, trust_env=False)
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._http = httpx.Client(base_url=daemon.url, timeout=600, trust_env=False)
         self._number = 0
+
+    def ask_alone(self, arm: str) -> TimedChat:
+        """Let the paused daemon answer and be idle for a moment, and pause it again.
+
+        Daemons measure plain steps while they are idle, not beside the answers of other daemons.
+        """
+        self._daemon.resume()
+        answer = self.ask(arm)
+        time.sleep(_IDLE_S)
+        self._daemon.pause()
+        return answer
 
     def ask(self, arm: str) -> TimedChat:
         """Return an answer of an arm: `default`, `seeded` or `plain`."""
@@ -90,10 +105,12 @@ def start(arguments: Sequence[str], prefix: Sequence[str], count: int, is_cold: 
             if is_cold:
                 folder = stack.enter_context(TemporaryDirectory())
                 command = ["env", *prefix[1:], f"NUMBA_CACHE_DIR={folder}"]
-            clients[arm] = Client(stack.enter_context(running_daemon(arguments, command)))
+            daemon = stack.enter_context(pausable_daemon(arguments, command))
+            daemon.pause()
+            clients[arm] = Client(daemon)
         for _ in range(count):
             for arm in order.sample(_ARMS, len(_ARMS)):
-                answers[arm].append(clients[arm].ask(arm))
+                answers[arm].append(clients[arm].ask_alone(arm))
     return answers
 
 
@@ -104,15 +121,17 @@ def compared(starts: Sequence[dict[str, list[TimedChat]]], arm: str) -> dict[str
     for found in starts:
         answers += found[arm][_NUM_FIRST:]
         plain += found["plain"][_NUM_FIRST:]
-    reports = [answer.speedup for answer in answers if answer.speedup is not None]
+    reporting = [answer for answer in answers if answer.speedup is not None]
+    reports = [answer.speedup or 0.0 for answer in reporting]
+    weights = [answer.milliseconds for answer in reporting]
     true = rate(answers) / rate(plain)
-    reported = round(statistics.median(reports), 3) if reports else None
     return {
         "arm": arm,
         "with_drafts": sum(answer.has_drafts for answer in answers) / len(answers),
-        "reported": reported,
+        "median": round(statistics.median(reports), 3) if reports else None,
+        "mean": round(statistics.fmean(reports, weights), 3) if reports else None,
         "true": round(true, 3),
-        "reported_over_true": None if reported is None else round(reported / true, 3),
+        "mean_over_true": round(statistics.fmean(reports, weights) / true, 3) if reports else None,
     }
 
 

@@ -83,6 +83,10 @@ class Bucket:
     _before: Fanout | None = None
     """Arm that the present one is compared with."""
     _sum: float = 0.0
+    _doubted: list[Fanout] = field(default_factory=list)
+    """Drafts of the last comparison, if it had a surprising result."""
+    _is_doubtful: bool = False
+    """Whether the present block has been compared with a surprising result."""
     _covariance_AA: Numbers = field(default_factory=lambda: np.zeros((1, 1)))
     """Covariance of the costs' logarithms at the last comparison, in the order of the arms. Plain
     steps have none, because their cost is the unit.
@@ -155,8 +159,11 @@ class Bucket:
         if self.num_in_block >= LEAST_BLOCK_STEPS:
             self._before = self.current
         before = self._before
-        if before == drafts or (before is not None and now_s - self.arms[before].ended_s > LONGEST_GAP_S):
+        has_ended = before is not None and now_s - self.arms[before].ended_s > LONGEST_GAP_S
+        # A block with a surprising result is not compared twice.
+        if before == drafts or has_ended or self._is_doubtful:
             self._before = None
+        self._is_doubtful = False
         self.current = drafts
         self.num_in_block = 0
         self.num_compared = block_steps(step_s)
@@ -175,29 +182,32 @@ class Bucket:
         difference_A = self._difference(self.current, self._before)
         known = float(difference_A @ covariance_AA @ difference_A)
         largest = _CHANGE * math.sqrt(known + self.noise)
+        drafting = [one for one in (self.current, self._before) if one]
+        # Before plain steps are compared, costs are known over each other alone.
+        guesses = [one for one in drafting if not (self.arms[one].is_compared and self.is_measured)]
         is_surprising = abs(error) > largest
-        guesses = [one for one in (self.current, self._before) if one and not self.arms[one].is_compared]
-        if is_surprising and guesses:
-            covariance_AA = self._doubted(covariance_AA, guesses, error**2 / known)
-            known = float(difference_A @ covariance_AA @ difference_A)
-        elif is_surprising:
+        self._is_doubtful = is_surprising and not guesses and drafting != self._doubted
+        self._doubted = drafting if self._is_doubtful else []
+        if self._is_doubtful:
+            # Another process may have taken the core for a block. The next comparison decides.
             error = math.copysign(largest, error)
+        elif is_surprising:
+            covariance_AA = self._with_doubt(covariance_AA, guesses or drafting, error**2 / known)
+            known = float(difference_A @ covariance_AA @ difference_A)
         influence_A = covariance_AA @ difference_A
         total = known + self.noise
         if arm.is_compared and before.is_compared:
-            self.noise += _NOISE_RATE * (error**2 - known - self.noise)
+            noise = min(error**2, _CHANGE**2 * total) - known
+            self.noise += _NOISE_RATE * (noise - self.noise)
             self.noise = min(max(self.noise, _NOISE[0]), _NOISE[2])
         for known_arm, influence in zip(self.arms.values(), influence_A, strict=True):
             known_arm.cost *= math.exp(float(influence) * error / total)
-        self._covariance_AA = covariance_AA - np.outer(influence_A, influence_A) / total
-        if is_surprising and not guesses:
-            # Something has changed, or another process took the core: the next comparisons decide.
-            doubted = [one for one in (self.current, self._before) if one]
-            self._covariance_AA = self._doubted(self._covariance_AA, doubted, self.noise / known)
+        covariance_AA = covariance_AA - np.outer(influence_A, influence_A) / total
+        self._covariance_AA = self._with_doubt(covariance_AA, self._doubted, self.noise / known)
         self._compared_s = now_s
         arm.is_compared = before.is_compared = True
 
-    def _doubted(self, covariance_AA: Numbers, doubted: list[Fanout], ratio: float) -> Numbers:
+    def _with_doubt(self, covariance_AA: Numbers, doubted: list[Fanout], ratio: float) -> Numbers:
         """Return a covariance whose variances of these arms are larger by the ratio, if above 1."""
         factor_A = np.where([one in doubted for one in self.arms], math.sqrt(max(1.0, ratio)), 1.0)
         return covariance_AA * np.outer(factor_A, factor_A)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from loadtest.cli import main
-from loadtest.daemon import running_daemon
+from loadtest.daemon import pausable_daemon, running_daemon
 from tests.server.tiny_models import write_pair
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,11 +29,15 @@ def test_a_daemon_that_logs_much_is_not_held_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_daemon_that_logs_nothing_is_found(tmp_path: Path) -> None:
+def test_a_daemon_that_logs_nothing_is_found_and_may_pause(tmp_path: Path) -> None:
     pair = write_pair(tmp_path)
     words = [str(pair.target), "--draft-model", str(pair.draft), "--no-calibrate", "--log-level", "error"]
-    with running_daemon(words) as url:
-        assert httpx.get(f"{url}/version").status_code == 200
+    with pausable_daemon(words) as daemon:
+        daemon.pause()
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.get(f"{daemon.url}/version", timeout=0.2)
+        daemon.resume()
+        assert httpx.get(f"{daemon.url}/version").status_code == 200
 
 
 @pytest.mark.slow
