@@ -210,7 +210,8 @@ class Bucket:
     def _with_doubt(self, covariance_AA: Numbers, doubted: list[Fanout], ratio: float) -> Numbers:
         """Return a covariance whose variances of these arms are larger by the ratio, if above 1."""
         factor_A = np.where([one in doubted for one in self.arms], math.sqrt(max(1.0, ratio)), 1.0)
-        return covariance_AA * np.outer(factor_A, factor_A)
+        present_AA: Numbers = covariance_AA * np.outer(factor_A, factor_A)
+        return present_AA
 
 
 def block_steps(step_s: float) -> int:
