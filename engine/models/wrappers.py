@@ -19,8 +19,8 @@ SAME_TYPE = ""
 WRAPPERS = {
     **dict.fromkeys(
         """
-        aya_vision cohere2_vision deepseek_vl exaone4_5 gemma3 got_ocr2 idefics3 internvl lighton_ocr llama4 llava
-        llava_next llava_onevision mistral3 paligemma smolvlm video_llama_3
+        aya_vision cohere2_vision deepseek_vl exaone4_5 gemma3 gemma3n gemma4 gemma4_unified got_ocr2 idefics3
+        internvl kimi_k25 lighton_ocr llama4 llava llava_next llava_onevision mistral3 paligemma smolvlm video_llama_3
         """.split(),
         SAME_TYPE,
     ),

@@ -22,8 +22,8 @@ FITTING_MODEL_TYPES = frozenset(
     """
     llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 gpt_neox gpt2 opt olmo2
     afmoe apertus arcee axk1 bitnet cohere cohere2 cwm deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe exaone4
-    flex_olmo gemma gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt_bigcode gpt_oss granite
-    granitemoe helium hunyuan_v1_dense hunyuan_v1_moe internlm3 jais2 jetmoe laguna llama4_text longcat_flash
+    flex_olmo gemma gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt_bigcode gpt_oss
+    granite granitemoe helium hunyuan_v1_dense hunyuan_v1_moe internlm3 jais2 jetmoe laguna llama4_text longcat_flash
     mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mixtral modernbert-decoder nanochat olmo
     olmo3 olmoe persimmon phi phimoe qwen2_moe qwen3_moe seed_oss smollm3 starcoder2 vaultgemma youtu
     aria_text beam biogpt cohere2_moe ctrl dbrx dots1 exaone_moe flint granite_swa granitemoe_swa granitemoeshared

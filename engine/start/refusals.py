@@ -35,9 +35,9 @@ REASONS = {
     """,
     "a test of its text model next to the whole wrapper": """
         blip-2 deepseek_vl_hybrid fast_vlm fuyu hyperclovax_vision_v2 idefics2 instructblip instructblipvideo janus
-        llava_next_video ovis2 perception_lm pp_chart2table qianfan_ocr shieldgemma2 video_llava vipllava aria gemma3n
-        gemma4 gemma4_unified gemma4_unified_text kimi_k25 mistral4 mistral_large4 step3p7
+        llava_next_video ovis2 perception_lm pp_chart2table qianfan_ocr shieldgemma2 video_llava vipllava aria
     """,
+    "a causal language model of its text in transformers": "mistral4 mistral_large4 step3p7",
     "attention to another text or to images": "evolla git idefics kosmos-2 kosmos-2.5",
     "a drafter's place next to its target": "gemma4_assistant gemma4_unified_assistant",
     "a causal language model: this is an encoder, or a decoder of an encoder-decoder": """

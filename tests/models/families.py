@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from engine.models.wrappers import WRAPPERS
 from engine.start.architectures import FITTING_MODEL_TYPES
@@ -15,6 +16,7 @@ from engine.start.loading import LoadedModel, load
 from engine.start.miniature import LENGTHS, miniature
 from engine.start.plain_passes import attention
 from tests.engine import tiny
+from tests.wrong import instead
 
 VOCABULARY = 101
 SIZES: dict[str, Any] = {
@@ -142,10 +144,27 @@ def write_wrapper(name: str, folder: Path, image_token: int = PLACEHOLDERS["imag
     """
     torch.manual_seed(3)
     config = wrapper_config(name, PLACEHOLDERS | {"image": image_token}, text)
-    wrapper = _model_class(config).from_config(config, attn_implementation="eager").float().eval()
+    with instead(transformers.AutoModel, "from_config", _part):
+        wrapper = _model_class(config).from_config(config, attn_implementation="eager").float().eval()
     wrapper.generation_config.eos_token_id = None
     wrapper.save_pretrained(folder)
+    if name == "kimi_k25":
+        _name_as_published(folder / "model.safetensors")
     return wrapper
+
+
+def _part(from_config: Callable[..., Any], config: Any, **options: Any) -> Any:
+    """Return a part of a wrapper; an encoder that needs a further package is left out."""
+    return torch.nn.Identity() if config.model_type == "gemma3n_vision" else from_config(config, **options)
+
+
+def _name_as_published(file: Path) -> None:
+    """Undo a renaming of the encoder's blocks, which transformers also applies to the text."""
+    names = load_file(file)
+    save_file(
+        {name.replace("language_model.model.blocks.", "language_model.model.layers."): names[name] for name in names},
+        file,
+    )
 
 
 def _model_class(config: Any) -> Any:
@@ -161,7 +180,8 @@ def wrapper_config(name: str, placeholders: dict[str, int], more: dict[str, Any]
     if inner is base:
         return miniature(base)
     text = _text_fields(name, inner) | more
-    encoder = _ENCODER | {"model_type": base.vision_config.model_type}
+    encoder_type = base.vision_config.model_type if base.vision_config else f"{name}_vision"
+    encoder = _ENCODER | {"model_type": encoder_type}
     tokens = {f"{kind}_token_{ending}": token for kind, token in placeholders.items() for ending in ("id", "index")}
     tokens = {field: token for field, token in tokens.items() if hasattr(base, field)}
     return transformers.AutoConfig.for_model(
@@ -170,8 +190,9 @@ def wrapper_config(name: str, placeholders: dict[str, int], more: dict[str, Any]
 
 
 def _text_fields(name: str, inner: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = miniature(inner).to_dict()
-    fields["eos_token_id"] = None
+    shapes = _SHAPES.get(inner.model_type)
+    fields: dict[str, Any] = SIZES | shapes | {"model_type": inner.model_type} if shapes else miniature(inner).to_dict()
+    fields |= {"eos_token_id": None, "pad_token_id": 0}
     rope = dict(fields.get("rope_parameters") or {})
     if WRAPPERS[name]:
         rope.pop("xdrope_section", None)
