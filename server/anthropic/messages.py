@@ -19,7 +19,7 @@ from server.serving.answering import AnswerWriter, encode
 from server.serving.choice import CallPiece, Choice, Part
 from server.serving.generation import Delta, Generation
 from server.text.reasoning import Thought
-from server.text.tools import PARTIAL_JSON
+from server.text.tools import whole_arguments
 from server.wire.errors import anthropic_error, to_api_error
 from server.wire.fields import (
     Body,
@@ -371,7 +371,7 @@ class MessageWriter(AnswerWriter):
         self._is_open = False
         block = self.content[-1]
         if block["type"] == "tool_use":
-            block["input"] = _whole_input(self._arguments)
+            block["input"] = whole_arguments(self._arguments)
         return [{"type": "content_block_stop", "index": len(self.content) - 1}]
 
     def end(self) -> list[dict[str, Any]]:
@@ -395,14 +395,3 @@ def _block(part: Part) -> dict[str, Any]:
     if isinstance(part, Thought):
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}
-
-
-def _whole_input(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments as an object; truncated arguments become one text in an object."""
-    try:
-        value = msgspec.json.decode(arguments or "{}")
-    except (ValueError, RecursionError):
-        return {PARTIAL_JSON: arguments}
-    if not isinstance(value, dict):
-        return {PARTIAL_JSON: arguments}
-    return value

@@ -19,7 +19,6 @@ from server.openai.sampling_fields import (
     answer_bound,
     check_earlier_answers,
     check_num_entries,
-    given_or,
     max_tokens_of,
     named_seed,
     num_logprobs_of,
@@ -368,8 +367,13 @@ async def prepare_chat(server: Server, body: ChatRequest) -> Generation:
     return await prepare(server, body, [prompt], max_tokens_of(body), tools, filling)
 
 
-async def prepare_completion(server: Server, body: CompletionRequest) -> Generation:
-    """Return the generation of a text's continuation."""
+async def prepare_completion(
+    server: Server, body: CompletionRequest, most_tokens: int | None = _DEFAULT_COMPLETION_TOKENS
+) -> Generation:
+    """Return the generation of a text's continuation.
+
+    most_tokens: bound of a body without a bound; None for the room that the context leaves.
+    """
     body.model = check_model(server, body.model)
     server.unknown_fields.check(body)
     refuse_unsupported(body)
@@ -381,7 +385,9 @@ async def prepare_completion(server: Server, body: CompletionRequest) -> Generat
         prompts = await infill_prompts(server, body, listed)
     else:
         prompts = await _token_prompts(server, body, listed)
-    max_tokens = given_or(max_tokens_of(body), _DEFAULT_COMPLETION_TOKENS)
+    max_tokens = max_tokens_of(body)
+    if max_tokens is None:
+        max_tokens = most_tokens
     return await prepare(server, body, prompts, max_tokens, filling=filling)
 
 
