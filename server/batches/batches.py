@@ -8,6 +8,8 @@ from pathlib import Path
 
 from server.batches.database import Database
 from server.batches.endpoint import LineEndpoint, shape_of_lines
+from server.batches.kept_responses import KeptResponses
+from server.batches.owners import Owners
 from server.batches.runner import BatchRunner
 from server.batches.store import BatchStore, StoreLimits
 from server.state import Server
@@ -18,9 +20,12 @@ log = logging.getLogger("polydraft")
 class Batches:
     """Store and runner of a daemon's batches."""
 
-    def __init__(self, store: BatchStore, runner: BatchRunner) -> None:
+    def __init__(self, store: BatchStore, runner: BatchRunner, owners: Owners, responses: KeptResponses | None) -> None:
+        """responses: None if none are kept."""
         self.store = store
         self.runner = runner
+        self.owners = owners
+        self.responses = responses
         self._running: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -53,7 +58,11 @@ def open_batches(server: Server) -> Batches | None:
     shape = shape_of_lines(server.client.config.speculation, at_once)
     runner = BatchRunner(store, LineEndpoint(server), server.client, at_once, shape)
     server.metrics.watch_batches(lambda: store.num_lines_left)
-    return Batches(store, runner)
+    owners = Owners(bool(settings.api_key))
+    responses = None
+    if settings.response_store_bytes:
+        responses = KeptResponses(database, owners, settings.response_store_bytes, settings.max_request_bytes)
+    return Batches(store, runner, owners, responses)
 
 
 def _report(running: asyncio.Task[None]) -> None:

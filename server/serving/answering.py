@@ -72,6 +72,10 @@ class AnswerWriter(ABC):
     def take(self, delta: Delta) -> Sequence[Event]:
         """Return the events of a step."""
 
+    async def finish(self) -> None:
+        """Do what must be done between the last token and `end` or `whole`."""
+        return
+
     @abstractmethod
     def end(self) -> Sequence[Event]:
         """Return the events after the last token."""
@@ -116,6 +120,7 @@ async def answer(
         return EventStream(frames, deltas, bound_headers(generation), writer.media_type)
     if not await run_through(http, sender, generation, writer.collect):
         return Response(status_code=499)
+    await writer.finish()
     num_reported = sum(choice.num_reported for choice in generation.choices)
     if num_reported >= _LARGE:
         parts = await sender.tokenizer.run_answer(writer.whole)
@@ -247,6 +252,7 @@ async def _frames(
                     frames = frames_of(delta)
                 for piece in _pieces_of([frames]):
                     yield piece
+        await writer.finish()
         last = writer.end()
     except Exception as error:
         if not isinstance(error, PolydraftError):

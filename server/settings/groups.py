@@ -440,13 +440,15 @@ class BatchSettings(_Group):
     """batches"""
 
     batch_folder: str | None = None
-    """folder of files and batches, made with mode 0700; with it /v1/files and /v1/batches are
-    served
+    """folder of files, batches and kept responses, made with mode 0700; with it /v1/files and
+    /v1/batches are served, and /v1/responses keeps what it answers
     """
     batch_max_num_seqs: Rare[NotNegative] = 0
     """lines of batches that run at once; 0: three quarters of --max-num-seqs"""
     batch_max_file_bytes: Rare[PositiveAmount] = 200 << 20
     """largest file that may be uploaded; more gets 413"""
+    response_store_bytes: Rare[NotNegativeAmount] = 1 << 30
+    """bytes of the responses that are kept for each API key, at most 30 days; 0: none"""
 
 
 class ObservabilitySettings(_Group):

@@ -43,6 +43,7 @@ FIELDS = {
     "/v1/completions": "prompt",
     "/v1/fim/completions": "prompt",
     "/v1/responses": "input",
+    "/v1/responses/input_tokens": "input",
     "/infill": "input_prefix",
 }
 """Field with the text of a body, if it is not `messages`, by path."""
