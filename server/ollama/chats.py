@@ -95,6 +95,7 @@ class OllamaFields(Body):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     speculation: SpeculationFields | None = None
     metrics: bool | None = None
+    attachment_placeholders: bool | None = None
     truncate: Annotated[Any, Neutral(False)] = None
     shift: Annotated[Any, Neutral(False)] = None
 
@@ -138,7 +139,8 @@ def as_chat(served: str, body: OllamaChatRequest | OllamaGenerateRequest) -> Cha
         fields["reasoning_effort"] = body.think
     else:
         fields["enable_thinking"] = body.think
-    fields |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
+    same = ("logprobs", "top_logprobs", "attachment_placeholders")
+    fields |= {name: getattr(body, name) for name in same}
     return ChatRequest.model_validate(fields)
 
 

@@ -19,6 +19,7 @@ from server.openai.sampling_fields import (
     answer_bound,
     check_earlier_answers,
     check_num_entries,
+    given_or,
     max_tokens_of,
     named_seed,
     num_logprobs_of,
@@ -34,6 +35,7 @@ from server.openai.thinking import GrammarScope, thoughts_of
 from server.serving.filters import TextOptions
 from server.serving.generation import Generation
 from server.state import Server
+from server.text.attachments import replace_attachments
 from server.text.call_formats import END_MARKS, call_marks
 from server.text.line_bounds import LineBounds
 from server.text.structured import Structure, structure_of
@@ -319,6 +321,9 @@ async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None
     refuse_unsupported(body)
     server.client.ready_facts()
     body.continue_final_message = body.continue_final_message or body.messages[-1].prefix
+    may_replace = given_or(body.attachment_placeholders, server.settings.attachment_placeholders)
+    for kind in replace_attachments(body.messages, may_replace):
+        server.unknown_fields.ignore(f"messages.{kind}", "the model reads text only; the prompt has a placeholder")
     messages = [template_message(message, number) for number, message in enumerate(body.messages)]
     for kind in other_kinds(body.tools):
         why = "only functions are supported; the prompt does not mention other tools"

@@ -19,6 +19,7 @@ from server.openai.response_tools import Names, chat_tools, described, names_of
 from server.openai.translating import refuse_drafts
 from server.serving.answering import AnswerWriter, encode
 from server.serving.generation import Delta, Generation
+from server.text.attachments import is_attachment
 from server.text.reasoning import Thought
 from server.wire.errors import responses_error, to_api_error
 from server.wire.fields import (
@@ -67,6 +68,8 @@ class ResponsesRequest(GenerationFields):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None
+    attachment_placeholders: bool | None = None
+    """Whether images and files in results of tools and earlier turns become placeholders."""
     max_tool_calls: int | None = None
     """Limit of calls that the server runs; this server runs none."""
     client_metadata: dict[str, Any] | None = None
@@ -205,9 +208,12 @@ def _content(content: Any, number: int) -> Any:
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT_PARTS:
+        if kind in _TEXT_PARTS:
+            parts.append({"type": "text", "text": part.get("text")})
+        elif is_attachment(kind):
+            parts.append({"type": kind})
+        else:
             raise RequestError(f"input: parts of type {kind!r} are not supported; send text", f"input.{number}")
-        parts.append({"type": "text", "text": part.get("text")})
     return parts
 
 

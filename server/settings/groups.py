@@ -188,6 +188,10 @@ class ModelSettings(_Group):
     """special tokens that the text of messages spells: control tokens, as with the templates of
     transformers, or text, so that no part of a prompt can end a turn
     """
+    attachment_placeholders: bool = False
+    """replace images and files in results of tools and in earlier turns by a placeholder; without
+    it they are refused, unless a request has this field
+    """
     tool_call_parser: Literal["auto"] | CallFormat = "auto"
     """format of the model's tool calls; auto: the one that reads a call of the chat template
     back

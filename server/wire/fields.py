@@ -315,6 +315,8 @@ class ChatRequest(GenerationFields):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required", "any"] | NamedChoice | AllowedTools | None = None
     """Functions that the model may call; `none` hides them; `any` is Mistral's `required`."""
+    attachment_placeholders: bool | None = None
+    """Whether images and files in results of tools and earlier turns become placeholders."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls."""
     # Known and not supported.

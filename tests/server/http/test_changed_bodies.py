@@ -41,6 +41,9 @@ TURNS: list[Any] = [
         "content": [
             {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "tool_reference", "tool_name": "f"}]},
             {"type": "tool_result", "tool_use_id": "c", "is_error": True, "content": "r"},
+            {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image", "source": {"type": "url"}}]},
+            {"type": "document", "title": "t", "source": {"type": "text", "data": "d"}},
+            {"type": "search_result", "title": "t", "source": "u", "content": [{"type": "text", "text": "r"}]},
         ],
     },
 ]
@@ -68,6 +71,7 @@ ANTHROPIC: dict[str, Any] = {
     "messages": TURNS,
     "tools": [{"name": "f", "input_schema": PARAMETERS, "defer_loading": True}],
     "tool_choice": {"type": "auto"},
+    "attachment_placeholders": True,
     "output_config": {"effort": "low"},
 }
 BODIES: dict[str, dict[str, Any]] = {

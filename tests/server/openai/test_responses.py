@@ -194,7 +194,7 @@ def test_a_structured_answer_is_parsed(openai_client: openai.OpenAI) -> None:
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "namespace", "name": "x"}]}, "tools"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input"),
         ({"input": []}, "input"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
