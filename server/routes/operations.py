@@ -16,7 +16,7 @@ from server.openai.preparing import check_model, template_variables
 from server.state import Server
 from server.text.call_formats import call_marks
 from server.text.tools import functions_of, template_message
-from server.version import VERSION
+from server.version import VERSION, source_commit
 from server.wire.answers import raw_list
 from server.wire.fields import DetokenizeRequest, TokenizeRequest
 from server.wire.unsupported_fields import refuse_unsupported
@@ -35,6 +35,7 @@ def build_router(server: Server) -> APIRouter:
 
 def _add_state(router: APIRouter, server: Server) -> None:
     client = server.client
+    commit = source_commit()
 
     def with_sleep(status: str) -> dict[str, str]:
         """Return the body of a probe, which names the state of an engine that is not awake."""
@@ -61,9 +62,9 @@ def _add_state(router: APIRouter, server: Server) -> None:
         return error_response(EngineStopped(f"not ready: {state}"))
 
     @router.get("/version")
-    async def version() -> dict[str, str]:
-        """Return the daemon's version."""
-        return {"version": VERSION}
+    async def version() -> dict[str, str | None]:
+        """Return the daemon's version, and the commit of its source."""
+        return {"version": VERSION, "commit": commit}
 
     @router.get("/load")
     async def load() -> dict[str, int]:

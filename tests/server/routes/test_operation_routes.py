@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from server.settings.settings import Serve
 from server.state import Server
 from server.text.tokenizer import GenerationDefaults, Tokenizer
 from server.version import VERSION
-from tests.server.daemon_process import MODEL
+from tests.server.daemon_process import MODEL, ROOT
 from tests.server.good_bodies import error_of
 from tests.server.tiny_models import BOS, MAX_POSITIONS, VOCAB_SIZE
 
@@ -101,9 +102,12 @@ def test_request_without_a_model_gets_the_served_one(http: httpx.Client, path: s
     assert error_of(http.post(path, json={**body, "model": "another"}), 404)["code"] == "model_not_found"
 
 
-def test_version_is_reported(http: httpx.Client) -> None:
-    """The version of the package."""
-    assert http.get("/version").json() == {"version": VERSION}
+def test_version_and_commit_are_reported(http: httpx.Client) -> None:
+    """Of the checkout here; an image has a file."""
+    command = ["git", "rev-parse", "HEAD"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    commit = done.stdout.strip() if done.returncode == 0 else None
+    assert http.get("/version").json() == {"version": VERSION, "commit": commit}
 
 
 @pytest.fixture
