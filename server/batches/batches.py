@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from pathlib import Path
+
+from fastapi import Request
+from starlette.datastructures import Headers
 
 from server.batches.database import Database
 from server.batches.endpoint import LineEndpoint, shape_of_lines
 from server.batches.kept_responses import KeptResponses
-from server.batches.owners import Owners
 from server.batches.runner import BatchRunner
 from server.batches.store import BatchStore, StoreLimits
+from server.http.middleware import key_of
 from server.state import Server
 
 log = logging.getLogger("polydraft")
+
+
+class Owners:
+    """Names of clients in the store: one for each API key, or a single owner without keys."""
+
+    def __init__(self, has_keys: bool) -> None:
+        self._has_keys = has_keys
+
+    def owner_of(self, http: Request) -> str:
+        """Return the owner of the objects that a request may see."""
+        if not self._has_keys:
+            return ""
+        key = key_of(Headers(scope=http.scope)).encode("latin-1", "replace")
+        return hashlib.blake2b(key, person=b"polydraft-batch", digest_size=16).hexdigest()
 
 
 class Batches:
@@ -61,7 +79,7 @@ def open_batches(server: Server) -> Batches | None:
     owners = Owners(bool(settings.api_key))
     responses = None
     if settings.response_store_bytes:
-        responses = KeptResponses(database, owners, settings.response_store_bytes, settings.max_request_bytes)
+        responses = KeptResponses(database, owners.owner_of, settings.response_store_bytes, settings.max_request_bytes)
     return Batches(store, runner, owners, responses)
 
 

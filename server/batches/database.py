@@ -74,6 +74,7 @@ CREATE TABLE IF NOT EXISTS responses (
     document BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS responses_of ON responses (owner, seq, size);
+CREATE INDEX IF NOT EXISTS responses_by_age ON responses (created_at);
 CREATE TABLE IF NOT EXISTS response_items (
     response TEXT NOT NULL,
     number INTEGER NOT NULL,

@@ -11,11 +11,10 @@ from pydantic import Field
 from starlette.responses import FileResponse, Response
 
 from engine.api import RequestError
-from server.batches.batches import Batches
+from server.batches.batches import Batches, Owners
 from server.batches.database import ListPage
 from server.batches.kept_responses import KeptResponses
 from server.batches.objects import ENDPOINTS, BatchObject, FileObject, listed
-from server.batches.owners import Owners
 from server.batches.store import WINDOWS_S, NewBatch
 from server.http.bodies import BodyRoute
 from server.wire.errors import ApiError, ErrorBody, http_error
@@ -52,7 +51,7 @@ def build_router(batches: Batches | None) -> APIRouter:
     if batches.responses is None:
         router.add_api_route(_RESPONSES, _refuse_responses, methods=["GET", "DELETE"], include_in_schema=False)
     else:
-        _add_responses(router, batches.responses)
+        _add_responses(router, batches, batches.responses)
     return router
 
 
@@ -165,19 +164,22 @@ def _add_batches(router: APIRouter, batches: Batches, owners: Owners) -> None:
         return _json(batch)
 
 
-def _add_responses(router: APIRouter, responses: KeptResponses) -> None:
+def _add_responses(router: APIRouter, batches: Batches, responses: KeptResponses) -> None:
+    do = batches.store.database.do
+    owner_of = batches.owners.owner_of
+
     @router.get("/v1/responses/{response_id}")
     async def retrieve_response(http: Request, response_id: str, stream: bool = False) -> Response:
         """Return a kept response."""
         if stream:
             raise RequestError("stream: events are not kept; leave it out", "stream", "unsupported_value")
-        return Response(await responses.get(http, response_id), media_type="application/json")
+        return Response(await do(responses.get, owner_of(http), response_id), media_type="application/json")
 
     @router.delete("/v1/responses/{response_id}")
-    async def delete_response(http: Request, response_id: str) -> dict[str, Any]:
+    async def delete_response(http: Request, response_id: str) -> Response:
         """Delete a kept response; conversations that go on from it are not whole any more."""
-        await responses.delete(http, response_id)
-        return {"id": response_id, "object": "response", "deleted": True}
+        await do(responses.delete, owner_of(http), response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
 
     @router.get("/v1/responses/{response_id}/input_items")
     async def list_input_items(
@@ -188,18 +190,12 @@ def _add_responses(router: APIRouter, responses: KeptResponses) -> None:
         order: Literal["asc", "desc"] = "desc",
     ) -> Response:
         """Return the input of a kept response's own request, without the turns before it."""
-        rows = await responses.input_items(http, response_id, order)
-        ids = [row[0] for row in rows]
-        if after is not None and after not in ids:
+        items = await do(responses.input_items, owner_of(http), response_id)
+        if order == "desc":
+            items.reverse()
+        begin = next((number for number, item in enumerate(items, 1) if item.id == after), 0)
+        if after is not None and not begin:
             raise RequestError(f"after: {after[:64]!r} is not in the list", "after")
-        begin = 0 if after is None else ids.index(after) + 1
-        page = rows[begin : begin + limit]
-        listed_ids = [row[0] for row in page] or [None]
-        answer = {
-            "object": "list",
-            "data": [msgspec.Raw(row[1]) for row in page],
-            "first_id": listed_ids[0],
-            "last_id": listed_ids[-1],
-            "has_more": begin + limit < len(rows),
-        }
-        return _json(answer)
+        page = items[begin : begin + limit]
+        documents = [msgspec.Raw(item.document) for item in page]
+        return _json(listed(page, begin + limit < len(items)) | {"data": documents})

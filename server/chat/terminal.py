@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
@@ -207,7 +208,9 @@ class Terminal:
             self._show(("error", f"{name}: unknown{did_you_mean(name, _SETTINGS)}; one of {', '.join(_SETTINGS)}\n"))
             return
         if value:
-            options[name] = _json_or_text(value)
+            options[name] = value
+            with contextlib.suppress(ValueError):
+                options[name] = json.loads(value)
         elif name:
             options.pop(name, None)
         settings = ", ".join(f"{key} {json.dumps(options[key])}" for key in sorted(options))
@@ -245,13 +248,6 @@ def _whole_message(prompt: Callable[..., str]) -> str:
     while not (text.endswith(_QUOTES) and len(text) >= 2 * len(_QUOTES)):
         text += "\n" + prompt(". ").rstrip()
     return text[len(_QUOTES) : -len(_QUOTES)].strip("\n")
-
-
-def _json_or_text(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
 
 
 def _fitting(parts: Sequence[str], width: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -40,24 +41,14 @@ def build_router(server: Server) -> APIRouter:
     @router.get("/props")
     async def props() -> dict[str, Any]:
         """Return the properties of server and model, in the format of llama.cpp's server."""
-        defaults = server.defaults
-        params = {
-            "temperature": defaults.temperature,
-            "top_k": defaults.top_k,
-            "top_p": defaults.top_p,
-            "min_p": defaults.min_p,
-            "repeat_penalty": defaults.repetition_penalty,
-        }
-        described = server.tokenizer.describe()
+        settings = {"n_ctx": server.client.ready_facts().max_model_len, "params": asdict(server.defaults)}
         return {
-            "default_generation_settings": {"params": params, "n_ctx": server.client.ready_facts().max_model_len},
+            "default_generation_settings": settings,
             "total_slots": server.settings.max_num_seqs,
             "model_alias": server.model_name,
             "model_path": server.settings.model,
             "modalities": {"vision": False, "audio": False},
             "chat_template": server.tokenizer.chat_template,
-            "bos_token": described["bos_token"] or "",
-            "eos_token": described["eos_token"] or "",
             "build_info": f"polydraft-{VERSION}",
             "is_sleeping": not server.client.is_awake,
         }

@@ -17,9 +17,7 @@ from pydantic import Field
 from engine.api import RequestError
 from server.openai.translating import refuse_drafts
 from server.serving.answering import AnswerWriter, Event, encode
-from server.serving.choice import Choice
 from server.serving.generation import Delta, Generation
-from server.text.logprobs import SpelledToken, chat_logprobs
 from server.text.reasoning import Thought
 from server.text.tools import whole_arguments
 from server.wire.errors import ollama_error, to_api_error
@@ -51,6 +49,7 @@ _OPTIONS = frozenset(
 )
 """Options that have the same name in a chat."""
 _NS = 1_000_000_000
+Images = Annotated[Listed[str], Field(max_length=MOST_PARTS)]
 
 
 class MadeFunction(Wire):
@@ -73,7 +72,7 @@ class OllamaMessage(Wire):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    images: Annotated[Listed[str], Field(max_length=MOST_PARTS)] | None = None
+    images: Images | None = None
     tool_calls: Annotated[Listed[MadeCall], Field(max_length=128)] | None = None
     tool_call_id: str | None = None
     tool_name: str | None = None
@@ -91,13 +90,9 @@ class OllamaFields(Body):
     think: bool | Effort | None = None
     keep_alive: Any = None
     """Accepted without effect: the operator decides how long the model stays loaded."""
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     speculation: SpeculationFields | None = None
     metrics: bool | None = None
     attachment_placeholders: bool | None = None
-    truncate: Annotated[Any, Neutral(False)] = None
-    shift: Annotated[Any, Neutral(False)] = None
 
 
 class OllamaChatRequest(OllamaFields):
@@ -116,14 +111,9 @@ class OllamaGenerateRequest(OllamaFields):
     system: str = ""
     raw: bool = False
     """Whether the prompt is continued as it is, without the chat template."""
-    images: Annotated[Listed[str], Field(max_length=MOST_PARTS)] | None = None
+    images: Images | None = None
     template: Annotated[Any, Neutral("", way_out="the operator sets it (--chat-template)")] = None
     context: Annotated[Any, Neutral([], way_out="send the conversation to /api/chat")] = None
-
-    @property
-    def is_completion(self) -> bool:
-        """Whether a text is continued, in place of an answer to a question."""
-        return self.raw or bool(self.suffix)
 
 
 def as_chat(served: str, body: OllamaChatRequest | OllamaGenerateRequest) -> ChatRequest:
@@ -139,8 +129,7 @@ def as_chat(served: str, body: OllamaChatRequest | OllamaGenerateRequest) -> Cha
         fields["reasoning_effort"] = body.think
     else:
         fields["enable_thinking"] = body.think
-    same = ("logprobs", "top_logprobs", "attachment_placeholders")
-    fields |= {name: getattr(body, name) for name in same}
+    fields["attachment_placeholders"] = body.attachment_placeholders
     return ChatRequest.model_validate(fields)
 
 
@@ -149,10 +138,8 @@ def as_completion(served: str, body: OllamaGenerateRequest) -> CompletionRequest
     for name in ("system", "images"):
         if getattr(body, name):
             raise RequestError(f"{name} does not go with raw or suffix; leave one of them out", name, UNSUPPORTED)
-    fields = _fields(served, body) | {"prompt": body.prompt, "suffix": body.suffix}
-    if body.logprobs:
-        fields["logprobs"] = body.top_logprobs or 0
-    return CompletionRequest.model_validate(fields)
+    fields = {"prompt": body.prompt, "suffix": body.suffix}
+    return CompletionRequest.model_validate(_fields(served, body) | fields)
 
 
 def _fields(served: str, body: OllamaFields) -> dict[str, Any]:
@@ -235,11 +222,8 @@ class OllamaWriter(AnswerWriter):
         self._model = body.model
         self._is_chat = isinstance(body, OllamaChatRequest)
         self._generation = generation
+        self._choice = generation.choices[0]
         self._with_metrics = with_metrics
-
-    @property
-    def _choice(self) -> Choice:
-        return self._generation.choices[0]
 
     def frame(self, event: Event) -> bytes:
         return encode(event) + b"\n"
@@ -247,20 +231,9 @@ class OllamaWriter(AnswerWriter):
     def silence(self) -> bytes:
         return self.frame(self._line(""))
 
-    def begin(self) -> list[dict[str, Any]]:
-        return []
-
     def take(self, delta: Delta) -> list[dict[str, Any]]:
-        lines = []
-        for part in delta.parts:
-            if isinstance(part, str):
-                lines.append(self._line(part))
-            elif isinstance(part, Thought):
-                lines.append(self._line("", part.text))
-        if delta.logprobs:
-            lines = lines or [self._line("")]
-            lines[0] |= _logprobs(delta.logprobs)
-        return lines
+        thoughts = [self._line("", part.text) for part in delta.parts if isinstance(part, Thought)]
+        return [*thoughts, *(self._line(part) for part in delta.parts if isinstance(part, str))]
 
     def end(self) -> list[dict[str, Any]]:
         calls = [self._line("", calls=self._calls())] if self._choice.calls else []
@@ -274,10 +247,7 @@ class OllamaWriter(AnswerWriter):
 
     def whole(self) -> list[bytes]:
         choice = self._choice
-        answer = self._line(choice.text, choice.thoughts, self._calls()) | self._ending()
-        if choice.logprobs is not None:
-            answer |= _logprobs(choice.logprobs)
-        return [encode(answer)]
+        return [encode(self._line(choice.text, choice.thoughts, self._calls()) | self._ending())]
 
     def _line(self, text: str, thought: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """Return a line with a piece of the answer."""
@@ -291,15 +261,11 @@ class OllamaWriter(AnswerWriter):
         return {"model": self._model, "created_at": now(), **piece, "done": False}
 
     def _calls(self) -> list[dict[str, Any]]:
-        choice = self._choice
-        calls = zip(choice.call_ids, choice.calls, strict=True)
-        return [
-            {
-                "id": call_id,
-                "function": {"index": index, "name": call.name, "arguments": whole_arguments(call.arguments)},
-            }
-            for index, (call_id, call) in enumerate(calls)
-        ]
+        calls = []
+        for index, call in enumerate(self._choice.calls):
+            function = {"index": index, "name": call.name, "arguments": whole_arguments(call.arguments)}
+            calls.append({"id": self._choice.call_ids[index], "function": function})
+        return calls
 
     def _ending(self) -> dict[str, Any]:
         """Return the fields of the last line; durations are in nanoseconds."""
@@ -318,7 +284,3 @@ class OllamaWriter(AnswerWriter):
         if self._with_metrics:
             ending["metrics"] = msgspec.to_builtins(self._generation.metrics())
         return ending
-
-
-def _logprobs(tokens: Sequence[SpelledToken]) -> dict[str, Any]:
-    return {"logprobs": chat_logprobs(tokens).content}

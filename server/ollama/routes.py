@@ -19,14 +19,14 @@ from server.ollama.chats import (
     loaded,
     now,
 )
-from server.ollama.models import ShowRequest, listed_models, running_models, served_name, shown_model
+from server.ollama.models import ShowRequest, listed_model, served_name, shown_model
 from server.openai.preparing import prepare_completion
 from server.openai.translating import answer_translated, checked, endpoint_names, respond
 from server.state import Server
 from server.version import VERSION
 from server.wire.errors import http_error
 
-OLLAMA_VERSION = "0.13.0"
+OLLAMA_VERSION = "0.12.6"
 """Version of Ollama whose fields are served; clients compare it before they send newer fields."""
 _NOT_SERVED = "embed embeddings pull push create copy delete".split()
 _GENERATE_NAMES = CHAT_NAMES | {"messages": "prompt"}
@@ -48,12 +48,12 @@ def build_router(server: Server) -> APIRouter:
     @router.get("/api/tags")
     async def tags() -> dict[str, Any]:
         """Return the served model, under each of its names."""
-        return {"models": listed_models(server, started)}
+        return {"models": [listed_model(server, name, started) for name in server.settings.served_names()]}
 
     @router.get("/api/ps")
     async def running() -> dict[str, Any]:
         """Return the served model if it is in memory."""
-        return {"models": running_models(server)}
+        return await tags() if server.client.is_awake else {"models": []}
 
     @router.post("/api/show")
     async def show(body: ShowRequest) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _add_answers(router: APIRouter, server: Server) -> None:
         served = named(body)
         if not body.prompt and not body.suffix:
             return JSONResponse(loaded(str(body.model), False))
-        if not body.is_completion:
+        if not body.raw and not body.suffix:
             return await answer_translated(http, server, body, partial(as_chat, served), OllamaWriter, _GENERATE_NAMES)
         with endpoint_names(_GENERATE_NAMES):
             completion = checked(partial(as_completion, served), body)

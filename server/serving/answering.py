@@ -25,6 +25,7 @@ from server.serving.generation import Delta, Generation
 from server.serving.observer import Observer
 from server.text.tokenizer import Tokenizer
 from server.wire.answers import Metrics
+from server.wire.errors import ErrorEnvelope, to_api_error
 
 log = logging.getLogger("polydraft")
 
@@ -64,9 +65,9 @@ class AnswerWriter(ABC):
         """Return the bytes of events."""
         return b"".join(map(self.frame, events))
 
-    @abstractmethod
     def begin(self) -> Sequence[Event]:
         """Return the events before the first token."""
+        return ()
 
     @abstractmethod
     def take(self, delta: Delta) -> Sequence[Event]:
@@ -76,13 +77,13 @@ class AnswerWriter(ABC):
         """Do what must be done between the last token and `end` or `whole`."""
         return
 
-    @abstractmethod
     def end(self) -> Sequence[Event]:
         """Return the events after the last token."""
+        return ()
 
-    @abstractmethod
     def fail(self, error: Exception) -> Sequence[Event]:
         """Return the events of an error in a stream that has begun."""
+        return [ErrorEnvelope(to_api_error(error).body)]
 
     def collect(self, delta: Delta) -> None:
         """Take a step of an answer that is sent whole."""

@@ -16,7 +16,6 @@ import pytest
 from engine.api import RequestError
 from server.batches.database import Database
 from server.batches.kept_responses import KeptResponses
-from server.batches.owners import Owners
 from server.openai.responses import ResponsesRequest
 from server.wire.errors import ApiError
 from tests.server.conftest import KEYS
@@ -53,7 +52,7 @@ def test_three_turns_are_a_conversation(client: openai.OpenAI) -> None:
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError, match="No response has the id"):
         client.responses.retrieve(first.id)
-    with pytest.raises(openai.BadRequestError, match="not whole") as caught:
+    with pytest.raises(openai.BadRequestError, match="send the conversation whole") as caught:
         client.responses.create(**ASKED, input="x", previous_response_id=third.id)
     assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
 
@@ -93,7 +92,7 @@ class Kept:
     def __init__(self, folder: Path, most_bytes: int) -> None:
         self.now_s = 0.0
         self.database = Database(folder, lambda: self.now_s)
-        self._kept = KeptResponses(self.database, Owners(False), most_bytes, 10_000)
+        self._kept = KeptResponses(self.database, lambda _: "", most_bytes, 10_000)
 
     def answer(self, name: str, given: Any, previous: str | None = None) -> tuple[list[Any], bool]:
         """Keep a response with this name; return (its whole input, whether it was kept)."""
@@ -115,7 +114,7 @@ class Kept:
         found = ""
         for name in names:
             with contextlib.suppress(ApiError):
-                found += json.loads(asyncio.run(self._kept.get(None, name)))["id"]  # type: ignore[arg-type]
+                found += json.loads(self._kept.get("", name))["id"]
         return found
 
 

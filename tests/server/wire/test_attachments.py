@@ -106,6 +106,9 @@ def test_a_history_with_images_is_answered_if_the_request_says_so(client: httpx.
     texts = [{**seen, "content": f"See: {PLACEHOLDER}"}, called, {**result, "content": PLACEHOLDER}, question]
     expected = client.post(CHAT, json={"model": MODEL, "messages": texts, "max_tokens": 1})
     assert num_prompt_tokens(answer.json()) == num_prompt_tokens(expected.json())
+    if path == CHAT:
+        counted = client.post("/tokenize", json={**body, "attachment_placeholders": True})
+        assert counted.json()["count"] == num_prompt_tokens(expected.json())
 
 
 def test_what_is_asked_about_is_never_replaced(client: httpx.Client) -> None:
