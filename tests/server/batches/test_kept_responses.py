@@ -132,11 +132,13 @@ def test_the_oldest_make_room_and_the_old_are_gone(kept: Kept) -> None:
     assert kept.names("abc") == "abc"
     kept.now_s += 1
     assert kept.names("abc") == "bc"
-    kept.answer("d", "x" * 1_000)
+    kept.answer("d", "x" * 700)
     assert kept.names("abcd") == "cd"
-    assert not kept.answer("e", "x" * 2_000)[1]
-    assert kept.names("cde") == "cd"
-    assert kept.database.execute("SELECT DISTINCT response FROM response_items").fetchall() == [("c",), ("d",)]
+    kept.answer("e", "x" * 1_500)
+    assert kept.names("cde") == "e"
+    assert not kept.answer("f", "x" * 2_000)[1]
+    assert kept.names("ef") == "e"
+    assert kept.database.execute("SELECT DISTINCT response FROM response_items").fetchall() == [("e",)]
 
 
 def test_references_become_the_items(kept: Kept) -> None:
