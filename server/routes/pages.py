@@ -7,6 +7,7 @@ response, and browsers run no others.
 from __future__ import annotations
 
 import secrets
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ def _add_live_page(app: FastAPI, server: Server) -> None:
                 "device": facts.device,
                 "architecture": facts.architecture,
                 "max_model_len": facts.max_model_len,
+                "sampling": asdict(server.defaults),
             }
         state = server.observer.live.state(num_blocks, server.client.num_held)
         return {"model": server.model_name, "status": _status(server.client), "about": about, **state}

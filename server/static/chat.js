@@ -5,35 +5,35 @@ import {Conversation} from "./conversation.js";
 import {byId, element, shown} from "./dom.js";
 import {countsOf} from "./origin.js";
 import {KeyRefused, stream} from "./server.js";
+import {bodyOf, isChat} from "./settings.js";
 import {drawStep} from "./tree.js";
 
-const SETTINGS = "polydraft-settings", LIST = byId("turns"), FORM = byId("ask");
+const LIST = byId("turns"), FORM = byId("ask");
 const conversation = new Conversation();
 /** Pause after a drawing of an answer that grows, in durations of the drawing. */
 const PAUSE_FACTOR = 4, LEAST_PAUSE_MS = 30;
-/** A bound that the server cuts to the room in the context: without one a plain text ends after 16 tokens. */
-const ROOM_LEFT = 2 ** 31 - 1;
 let stopper = null;
 let shownTurns = [];
 
 /** Show the stored conversation and listen; modelName(): what requests name; onKeyRefused(error). */
 export function startChat(modelName, onKeyRefused) {
-  readSettings();
+  byId("chat").classList.toggle("with-drafts", byId("show-drafts").checked);
   for (const turn of conversation.turns) add(new Turn(turn));
   showEmptiness();
   showEnd();
   FORM.addEventListener("submit", event => {
     event.preventDefault();
-    if (isSendable()) send(modelName(), onKeyRefused);
+    if (byId("message").value.trim()) send(modelName(), onKeyRefused);
+    else byId("message").focus();
   });
   FORM.addEventListener("invalid", () => { byId("settings").open = true; }, true);
-  FORM.addEventListener("input", () => { saveSettings(); showEmptiness(); });
   byId("message").addEventListener("keydown", event => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    FORM.requestSubmit();
+    if (!stopper) FORM.requestSubmit();
   });
-  byId("stop").addEventListener("click", () => stopper?.abort());
+  // While an answer runs the button submits nothing, so Enter in a field of the settings does not stop it.
+  byId("send").addEventListener("click", () => stopper?.abort());
   byId("clear").addEventListener("click", () => {
     stopper?.abort();
     conversation.clear();
@@ -43,7 +43,6 @@ export function startChat(modelName, onKeyRefused) {
   });
   byId("markdown").addEventListener("change", () => {
     for (const turn of shownTurns) turn.update(true);
-    saveSettings();
   });
   LIST.addEventListener("click", event => {
     const button = event.target.closest(".copy-code");
@@ -51,7 +50,6 @@ export function startChat(modelName, onKeyRefused) {
   });
   byId("show-drafts").addEventListener("change", event => {
     byId("chat").classList.toggle("with-drafts", event.target.checked);
-    saveSettings();
   });
   addEventListener("pagehide", () => {
     if (stopper) conversation.turns.at(-1).note = "interrupted by a reload";
@@ -64,28 +62,31 @@ function add(turn) {
   LIST.append(turn.box);
 }
 
-const isSendable = () => stopper === null && byId("message").value.trim() !== "";
+/** Let one button send or stop: stop is what aborts the answer that runs, null without one. */
+function setStopper(stop) {
+  stopper = stop;
+  byId("send").textContent = stop ? "Stop" : "Send";
+  byId("send").type = stop ? "button" : "submit";
+  LIST.setAttribute("aria-busy", String(stop !== null));
+}
 
 function showEmptiness() {
-  byId("send").disabled = !isSendable();
-  byId("stop").disabled = stopper === null;
   byId("clear").disabled = !conversation.turns.length;
   byId("welcome").hidden = conversation.turns.length > 0;
 }
 
 async function send(model, onKeyRefused) {
-  stopper = new AbortController();
-  const isChat = byId("kind").value === "chat";
-  const answer = conversation.ask(byId("message").value, isChat);
+  setStopper(new AbortController());
+  const path = isChat() ? "v1/chat/completions" : "v1/completions";
+  const answer = conversation.ask(byId("message").value, isChat());
   const turns = conversation.turns.slice(-2).map(turn => new Turn(turn));
   const shownTurn = turns[1];
   turns.forEach(add);
   showEnd();
-  LIST.setAttribute("aria-busy", "true");
   byId("message").value = byId("problem").textContent = "";
   showEmptiness();
   try {
-    for await (const chunk of stream(isChat ? "v1/chat/completions" : "v1/completions", bodyOf(model, isChat), stopper.signal)) {
+    for await (const chunk of stream(path, bodyOf(model, conversation), stopper.signal)) {
       take(chunk, answer);
       shownTurn.updateSoon();
     }
@@ -94,8 +95,7 @@ async function send(model, onKeyRefused) {
     if (!answer.steps.length) takeBack(turns, error);
     if (error instanceof KeyRefused) onKeyRefused(error);
   }
-  stopper = null;
-  LIST.setAttribute("aria-busy", "false");
+  setStopper(null);
   followEnd(() => shownTurn.finish());
   conversation.save();
   showEmptiness();
@@ -128,21 +128,6 @@ function takeBack(turns, error) {
   for (const turn of turns) turn.box.remove();
   shownTurns = shownTurns.filter(turn => !turns.includes(turn));
   byId("problem").textContent = error.name === "AbortError" ? "" : error.message;
-}
-
-function bodyOf(model, isChat) {
-  const body = {
-    model, stream: true, metrics: true, temperature: +byId("temperature").value, 
-    speculation: {enabled: byId("speculate").checked, return_drafts: true},
-  };
-  if (byId("length").value) body.max_tokens = +byId("length").value;
-  else if (!isChat) body.max_tokens = ROOM_LEFT;
-  if (byId("seed").value) body.seed = +byId("seed").value;
-  if (byId("chains").value) body.speculation.num_drafts = +byId("chains").value;
-  if (byId("depth").value) body.speculation.draft_length = +byId("depth").value;
-  if (isChat) body.messages = conversation.messages(byId("system").value.trim() && byId("system").value);
-  else body.prompt = conversation.turns.at(-2).text;
-  return body;
 }
 
 function take(chunk, answer) {
@@ -237,7 +222,6 @@ export function introduce(model) {
   byId("demo-note").hidden = !isDemo;
   if (!isDemo || conversation.turns.length || byId("message").value) return;
   byId("message").value = "I would like to book a table for two tonight.";
-  showEmptiness();
 }
 
 /** Put a text into the clipboard, and say so on the button. */
@@ -256,21 +240,4 @@ async function copied(text) {
   area.select();
   document.execCommand("copy");
   area.remove();
-}
-
-const fields = () => [...FORM.querySelectorAll("[data-stored]"), byId("show-drafts"), byId("markdown")];
-
-function saveSettings() {
-  const values = fields().map(field => [field.id, field.type === "checkbox" ? field.checked : field.value]);
-  sessionStorage.setItem(SETTINGS, JSON.stringify(Object.fromEntries(values)));
-}
-
-function readSettings() {
-  const read = JSON.parse(sessionStorage.getItem(SETTINGS) ?? "{}");
-  for (const field of fields()) {
-    if (!(field.id in read)) continue;
-    if (field.type === "checkbox") field.checked = read[field.id];
-    else field.value = read[field.id];
-  }
-  byId("chat").classList.toggle("with-drafts", byId("show-drafts").checked);
 }

@@ -4,6 +4,7 @@ import {introduce, startChat} from "./chat.js";
 import {byId} from "./dom.js";
 import {look, modelName, watch} from "./monitor.js";
 import {KeyRefused, setKey} from "./server.js";
+import {startSettings} from "./settings.js";
 
 let isIntroduced = false;
 
@@ -27,5 +28,6 @@ byId("key-row").addEventListener("submit", event => {
   look(onState, onError);
 });
 
+startSettings();
 startChat(modelName, onError);
 watch(onState, onError);

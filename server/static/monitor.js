@@ -3,6 +3,7 @@
 import {drawChart} from "./charts.js";
 import {byId, counted, element, shown} from "./dom.js";
 import {state} from "./server.js";
+import {showDefaults} from "./settings.js";
 
 const SPAN_S = 180, NAME = "polydraft-totals";
 const TOTALS = ["tokens", "passes"];
@@ -41,6 +42,7 @@ function take(news) {
 }
 
 function showAbout(about) {
+  showDefaults(about.sampling);
   byId("about").replaceChildren(...[
     ["speculation", about.speculation], ["dtype", `${about.dtype} on ${about.device}`],
     ["context", counted(about.max_model_len, "token")], ["version", about.version],

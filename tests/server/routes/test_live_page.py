@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
@@ -108,7 +109,7 @@ def send(page: Page, text: str) -> str:
     page.fill("#message", text)
     page.press("#message", "Enter")
     expect(page.locator(".assistant")).to_have_count(before + 1)
-    expect(page.locator("#stop")).to_be_disabled()
+    expect(page.locator("#send")).to_have_text("Send")
     return page.locator(".assistant .text:not(.thought)").last.text_content() or ""
 
 
@@ -121,7 +122,10 @@ def test_a_conversation_survives_a_reload(browser: Browser, daemon: Daemon, widt
     expect(page.locator("#about")).to_contain_text("bv_race, up to 4 drafts of 5 tokens")
     bodies: list[dict[str, Any]] = []
     page.on("request", lambda request: request.method == "POST" and bodies.append(json.loads(request.post_data or "")))
-    set_up(page, system="Be brief.", seed="7", length="12", chains="3", depth="3")
+    defaults = httpx.get(f"{daemon.url}/dashboard/state").json()["about"]["sampling"]
+    for name, value in defaults.items():
+        expect(page.locator(f"#{name}")).to_have_attribute("placeholder", f"{value:g}")
+    set_up(page, system="Be brief.", seed="7", length="12", chains="3", depth="3", top_p="0.9")
     first = send(page, "hello")
     page.press("#message", "Enter")  # of an empty message
     second = send(page, "and then?")
@@ -129,6 +133,8 @@ def test_a_conversation_survives_a_reload(browser: Browser, daemon: Daemon, widt
     assert second
     assert len(bodies) == 2
     assert bodies[1]["seed"] == 7
+    assert bodies[1]["top_p"] == 0.9
+    assert not {"temperature", "top_k", "min_p", "repetition_penalty"} & set(bodies[1]), "the model's own defaults"
     assert [(one["role"], one["content"]) for one in bodies[1]["messages"]] == [
         ("system", "Be brief."),
         ("user", "hello"),
@@ -315,7 +321,10 @@ def test_a_refused_message_can_be_sent_again(browser: Browser, daemon: Daemon) -
     add_to_bodies(page, ignore_eos=True)
     page.press("#message", "Enter")
     expect(page.locator(".assistant .text [class]").first).to_be_visible()
-    page.click("#stop")
+    expect(page.locator("#send")).to_have_text("Stop")
+    page.press("#message", "Enter")
+    page.click("#send")
+    expect(page.locator("#send")).to_have_text("Send")
     expect(page.locator(".summary")).to_contain_text("stopped")
     assert page.locator(".assistant .text:not(.thought)").text_content()
     page.close()
