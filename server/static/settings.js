@@ -10,10 +10,21 @@ const stored = () => [...document.querySelectorAll("[data-stored]")];
 
 /** Read the stored settings, and store each change. */
 export function startSettings() {
-  const read = JSON.parse(localStorage.getItem(NAME) ?? "{}");
+  const read = readStored();
   for (const field of stored()) {
     if (field.id in read) write(field, read[field.id]);
     field.addEventListener("input", save);
+  }
+  const showTheme = () => { document.documentElement.dataset.theme = byId("theme").value; };
+  byId("theme").addEventListener("input", showTheme);
+  showTheme();
+}
+
+function readStored() {
+  try {
+    return JSON.parse(localStorage.getItem(NAME)) ?? {};
+  } catch {
+    return {};
   }
 }
 
@@ -40,14 +51,20 @@ export function filled(fields, key) {
 
 export const isChat = () => byId("kind").value === "chat";
 
-/** The body of a request for the next answer of a conversation. */
+/** The body of a request for the answer at the end of a conversation. */
 export function bodyOf(model, talk) {
+  const [asked, answer] = talk.branch.slice(-2);
   const speculation = {enabled: byId("speculate").checked, return_drafts: true, ...filled(stored(), "draft")};
   const body = {model, stream: true, metrics: true, ...filled(stored(), "sent"), speculation};
-  if (isChat()) body.messages = talk.messages(byId("system").value.trim() && byId("system").value);
-  else {
-    body.prompt = talk.turns.at(-2).text;
-    body.max_tokens ??= ROOM_LEFT;
+  if (answer.isText) return {max_tokens: ROOM_LEFT, ...body, prompt: asked.text};
+  if (byId("tools").value.trim()) body.tools = toolsOf(byId("tools").value);
+  return {...body, messages: talk.messages(byId("system").value.trim() && byId("system").value)};
+}
+
+function toolsOf(text) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new Error(`"Tools" in the settings is not JSON: ${error.message}`);
   }
-  return body;
 }
