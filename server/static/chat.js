@@ -53,6 +53,7 @@ export function startChat(name, onRefused) {
   addEventListener("keydown", event => { if (event.key === "Escape") stopper?.abort(); });
   byId("markdown").addEventListener("change", () => { for (const turn of shown.values()) turn.update(true); });
   startTooltip(LIST);
+  document.addEventListener("language", () => { for (const turn of shown.values()) turn.update(true); });
   LIST.addEventListener("click", event => {
     const button = event.target.closest(".copy-code");
     if (button) copyFor(button, button.closest(".code").querySelector("code").textContent);

@@ -40,6 +40,7 @@ HOSTILE_MARKDOWN = [
     "[a](javascript:alert(1)) [b](data:text/html,x) <javascript:alert(2)> [c](/docs) [d](vbscript:x) [e](//evil.org)",
     "![i](https://evil.example/x.png) <img src=https://evil.example/y onerror=alert(3)> <a href='javascript:x'>z</a>",
     "<script>\nalert(4)\n</script>\n\n<svg onload=alert(5)>\n\n<style>* { display: none }</style>",
+    r"$\href{javascript:alert(8)}{x} \includegraphics{https://evil.example/z.png} \class{card}{y}$",
     "```<script>alert(6)</script>\n</code></pre><script>7</script>\n```\n\n| <b onclick=x>1</b> |\n|--|\n| &lt; |",
 ]
 
@@ -186,6 +187,8 @@ def test_an_answer_is_shown_as_markdown(browser: Browser, daemon: Daemon) -> Non
     }.items():
         assert (answer.locator(selector).first.text_content() or "").strip() == text, selector
     assert [link.href for link in links_of(page)] == ["https://example.org/a", "https://example.org/b"]
+    expect(answer.locator(".tok-keyword")).to_have_text("if")
+    expect(answer.locator(".tok-string [title]")).not_to_have_count(0)
     origins = answer.locator("pre code [title]").all_text_contents()
     assert "".join(origins) == answer.locator("pre code").text_content()
     answer.locator(".copy-code").click()

@@ -1,4 +1,4 @@
-"""Turns of the live page in a browser: branches, conversations, thoughts, calls."""
+"""Turns of the live page in a browser: branches, conversations, thoughts, calls, formulas."""
 
 from __future__ import annotations
 
@@ -177,3 +177,13 @@ def test_calls_are_shown_and_their_results_sent(page: Page) -> None:
     page.fill("#message", "again")
     page.press("#message", "Enter")
     expect(page.locator("#problem")).to_contain_text('"Tools" in the settings is not JSON')
+
+
+def test_formulas_are_drawn_and_prices_are_not(page: Page) -> None:
+    text = "So $a^2$ and \\(b_1\\):\n\n$$\n\\frac{1}{2}\n$$\n\n\\[\nx = \\sqrt{y}\n\\]\n\nIt costs $5 or $6, `$c$`."
+    stream(page, {"content": text})
+    send(page, "hello")
+    assert page.locator("math").count() == 4
+    expect(page.locator("math[display=block] mfrac")).to_be_visible()
+    assert page.locator(".formula").last.get_attribute("title") == "\\[\nx = \\sqrt{y}\n\\]"
+    expect(page.locator(".assistant .text").last).to_contain_text("It costs $5 or $6, $c$.")

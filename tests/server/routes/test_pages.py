@@ -19,14 +19,16 @@ from tests.server.conftest import PREFIX
 from tests.server.daemon_process import MODEL, ROOT
 
 STATIC = ROOT / "server" / "static"
-LEZER = STATIC / "lezer"
+LIBRARIES = (STATIC / "lezer", STATIC / "temml")
 CSS = (STATIC / "page.css").read_text()
 TYPES = {"js": "text/javascript", "css": "text/css"}
+CODE = ("keyword", "string", "number", "comment", "name")
 # (text, ground) of everything that is read.
 PAIRS = [
     ("text", "bg"), ("text", "card"), ("dim", "card"), ("dim", "bg"), ("accent", "card"), ("on-accent", "accent"),
     ("bad", "card"), ("bad", "bad-bg"), ("good", "good-bg"), ("own", "own-bg"), ("text", "own-bg"),
-    *(("text", f"draft-{number}") for number in range(1, 6)),
+    *((text, f"draft-{number}") for text in ("text", *CODE) for number in range(1, 6)),
+    *((text, "bg") for text in CODE),
 ]  # fmt: skip
 
 
@@ -84,15 +86,21 @@ def test_every_package_of_the_page_is_served_as_it_was_published(http: httpx.Cli
     """The page's map leads to the files of the listed versions."""
     (text,) = re.findall(r'<script type="importmap"[^>]*>(.*?)</script>', http.get("/dashboard").text, re.S)
     packages: dict[str, str] = json.loads(text)["imports"]
-    sums = dict(line.split()[::-1] for line in (LEZER / "SHA256SUMS").read_text().splitlines() if line[:1] != "#")
-    assert set(sums) == {file.name for file in LEZER.glob("*.js")}
-    scripts = [file.read_text() for file in (*STATIC.glob("*.js"), *LEZER.glob("*.js"))]
+    scripts = [file.read_text() for folder in (STATIC, *LIBRARIES) for file in folder.glob("*.js")]
     imported = {name for text in scripts for name in re.findall(r"from ['\"](\w*@[^'\"]+)['\"]", text)}
-    assert imported == set(packages)
-    for address in packages.values():
-        served = http.get(address.removeprefix("."))
-        assert served.headers["content-type"].startswith(TYPES["js"])
-        assert sha256(served.content).hexdigest() == sums[address.rpartition("/")[2]]
+    loaded = {f"@lezer/{name}" for name in re.findall(r'lezer\("(\w+)"', (STATIC / "code.js").read_text())}
+    assert imported | loaded == set(packages)
+    listed = {f"./dashboard/static/lezer/{name.rpartition('/')[2]}.js": name for name in packages}
+    assert {address: name for name, address in packages.items()} == listed
+    for folder in LIBRARIES:
+        lines = (folder / "SHA256SUMS").read_text().splitlines()[1:]
+        sums = dict(line.split()[::-1] for line in lines)
+        assert set(sums) == {file.name for file in folder.glob("*.js")}
+        for name, expected in sums.items():
+            served = http.get(f"/dashboard/static/{folder.name}/{name}")
+            assert served.headers["content-type"].startswith(TYPES["js"])
+            assert sha256(served.content).hexdigest() == expected
+            assert (folder / f"{name.partition('.')[0]}.LICENSE").read_text().startswith(("MIT", "The MIT"))
 
 
 @pytest.mark.parametrize("file", [*STATIC.glob("*.*")], ids=lambda file: file.name)
