@@ -1,4 +1,4 @@
-"""The live page in windows of both sizes and schemes: layout, theme, first screen."""
+"""The live page in windows of both sizes and schemes: layout, theme, first screen, axe."""
 
 from __future__ import annotations
 
@@ -110,3 +110,26 @@ def test_the_keyboard_reaches_everything(page: Page) -> None:
     expect(page.locator(".assistant").last.locator("[title]").first).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.locator(".summary").last).to_have_text("stopped")
+
+
+def test_axe_finds_nothing_serious(page: Page) -> None:
+    """Neither on a first screen nor with answers, their drafts, settings and the other tabs."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+
+    def check() -> None:
+        found = axe.run(page).response["violations"]
+        serious = [one for one in found if one["impact"] in ("serious", "critical")]
+        assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in serious] == []
+
+    check()
+    set_up(page, length="24", chains="3")
+    send(page, "hello")
+    page.check("#show-drafts")
+    page.focus(".figure")
+    page.click("#settings summary")
+    check()
+    if page.is_visible("#tabs"):
+        page.click("#facts summary")
+        for tab in ("talks", "now"):
+            page.click(f"#tabs [data-tab={tab}]")
+            check()
