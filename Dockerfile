@@ -23,6 +23,9 @@ COPY engine engine
 COPY server server
 COPY loadtest loadtest
 COPY deploy/*.py deploy/
+# The commit of this tree, for /version and the label below: --build-arg COMMIT=$(git rev-parse HEAD).
+ARG COMMIT=
+RUN if [ -n "$COMMIT" ]; then echo "$COMMIT" > server/commit.txt; fi
 RUN /opt/polydraft/bin/pip install --no-deps --force-reinstall .
 
 FROM ${BASE_IMAGE}
@@ -36,6 +39,8 @@ RUN if [ -n "$EXTRA_PACKAGES" ]; then \
 RUN useradd --uid 10001 --create-home --shell /usr/sbin/nologin polydraft \
     && install -d -o 10001 -g 10001 /home/polydraft/.cache
 COPY --from=build /opt/polydraft /opt/polydraft
+ARG COMMIT=
+LABEL org.opencontainers.image.revision=$COMMIT
 ENV PATH=/opt/polydraft/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     TRITON_CACHE_DIR=/home/polydraft/.cache/triton \

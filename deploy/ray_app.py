@@ -188,7 +188,7 @@ class Front:
         """Return the response of a replica, a stream in pieces and any other one when complete."""
         status, headers = await anext(answer)
         kind = dict(headers).get("content-type", "")
-        if kind.startswith("text/event-stream"):
+        if kind.startswith(_STREAMS):
             first = await anext(answer, b"")
             return StreamingResponse(rest_of(call, first, answer), status, dict(headers))
         return Response(b"".join([chunk async for chunk in answer]), status, dict(headers))
@@ -220,6 +220,9 @@ async def rest_of(call: ReplicaCall, first: bytes, answer: Any) -> AsyncIterator
         answer.cancel()
 
 
+_STREAMS = ("text/event-stream", "application/x-ndjson")
+"""Types of answers that are passed on in pieces."""
+_OLLAMA = "/api/"
 _ENDED = "the replica ended in the middle of the answer; send the request again"
 
 
@@ -232,6 +235,8 @@ def _last_event(call: ReplicaCall, num_events: int) -> bytes:
 
     num_events: events before it.
     """
+    if call.target.startswith(_OLLAMA):
+        return json.dumps({"error": _ENDED}).encode() + b"\n"
     if "/v1/messages" in call.target:
         data = {"type": "error", "error": {"type": "api_error", "message": _ENDED}}
         return f"event: error\ndata: {json.dumps(data)}\n\n".encode()
@@ -248,6 +253,8 @@ def _refusal(call: ReplicaCall, status: int, kind: str, code: str, message: str)
     if "/v1/messages" in call.target:
         error_type = {413: "request_too_large", 429: "rate_limit_error"}.get(status, "overloaded_error")
         body = {"type": "error", "error": {"type": error_type, "message": message}}
+    if call.target.startswith(_OLLAMA):
+        body = {"error": message}
     headers = {"retry-after": "1"} if status in (429, 503) else {}
     return Response(json.dumps(body), status, headers, "application/json")
 

@@ -55,10 +55,14 @@ class JsonFormatter(logging.Formatter):
 def set_up_log(level: str, form: Literal["text", "json"]) -> None:
     """Write the log to standard error in this format, from this level on.
 
-    Nothing but objects is written as JSON: libraries that are imported later show no progress bars.
+    Libraries that are imported later show progress bars in a terminal alone, and never between
+    lines of JSON.
     """
+    # transformers reads the variable, too.
     if form == "json":
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # transformers reads it, too
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    elif not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level.upper())

@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--short", action="store_true", help="minutes instead of hours: fewer cells and arms")
     result.add_argument(
         "--tasks",
-        default=",".join(TASKS),
+        default=list(TASKS),
         type=_tasks,
         help="comma-separated: dialogues, gutenberg, or files of JSON lines with messages, prompt or text in each "
         "record (default both)",
@@ -145,6 +145,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ModuleNotFoundError:
             print(f"polydraft bench: needs {package}: pip install 'polydraft[bench]'", file=sys.stderr)
             return 2
+    try:
+        _tasks(",".join(options.tasks))  # an installed package has no texts for the default ones
+    except argparse.ArgumentTypeError as error:
+        parser().error(f"argument --tasks: {error}")
     return _measure(options)
 
 

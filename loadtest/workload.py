@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,15 @@ def load(task: str) -> list[Prompt]:
 
     Each record of a file has `messages`, `prompt` or `text`.
 
-    The embedded tasks are read as package data, without importing the engine. Raises ValueError if
-    a file cannot be read or a record has no prompt.
+    Raises ValueError if a file cannot be read or a record has no prompt. The texts of the tasks are
+    in the repository alone.
     """
-    resource = files("loadtest").joinpath("prompts", f"heldout_{task}.jsonl") if task in TASKS else Path(task)
+    resource = Path(__file__).parent / "prompts" / f"heldout_{task}.jsonl" if task in TASKS else Path(task)
+    if task in TASKS and not resource.exists():
+        message = (
+            "its texts are in the repository (loadtest/prompts) and not in the package; run it from a clone, or name"
+        )
+        raise ValueError(f"{task}: {message} a file of your own prompts (--tasks FILE)")
     try:
         lines = resource.read_text(encoding="utf8").split("\n")
     except (OSError, UnicodeDecodeError) as error:

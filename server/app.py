@@ -14,6 +14,7 @@ from server.http import error_responses
 from server.http.middleware import RequestEnvelope
 from server.http.openapi import Application
 from server.llama_cpp import routes as infill_route
+from server.ollama import routes as ollama_routes
 from server.openai import routes as generate_routes
 from server.openai.responses import ResponsesRequest
 from server.routes import operations, pages
@@ -37,10 +38,15 @@ def build_app(server: Server, batches: Batches | None = None) -> FastAPI:
     app.root_path = settings.root_path  # the argument of this name is deprecated
     app.allows_unknown_fields = not settings.strict_fields
     error_responses.install(app)
-    app.include_router(generate_routes.build_router(server))
+    if batches is not None and batches.responses is not None:
+        generating = generate_routes.build_router(server, batches.responses.open)
+    else:
+        generating = generate_routes.build_router(server)
+    app.include_router(generating)
     app.include_router(infill_route.build_router(server))
     app.include_router(messages_route.build_router(server))
+    app.include_router(ollama_routes.build_router(server))
     app.include_router(operations.build_router(server))
-    app.include_router(batch_routes.build_router(server, batches))
+    app.include_router(batch_routes.build_router(batches))
     pages.install(app, server)
     return app

@@ -58,6 +58,8 @@ PACKAGES = {
     "deploy/test_kubernetes.py": "kubernetes_validate",
     "deploy/test_ray.py": "ray",
     "server/routes/test_live_page.py": "playwright",
+    "server/routes/test_page_turns.py": "playwright",
+    "server/routes/test_page_windows.py": "playwright",
 }
 collect_ignore = [file for file, package in PACKAGES.items() if find_spec(package) is None]
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from loadtest.daemon import running_daemon
-from server.chat import picture
+from tests.server import answer_picture
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -52,8 +52,8 @@ def test_the_curl_request_has_the_answer_that_is_shown(url: str) -> None:
 
 def test_the_picture_is_that_answer(url: str, tmp_path: Path) -> None:
     (command,) = [block for block in code_blocks("sh") if block.startswith("curl")]
-    assert json.loads(command[command.index("{") : command.rindex("}") + 1]) == picture.request()
-    picture.main(["--url", url, "--output", str(tmp_path / "answer.svg")])
+    assert json.loads(command[command.index("{") : command.rindex("}") + 1]) == answer_picture.request()
+    answer_picture.main(["--url", url, "--output", str(tmp_path / "answer.svg")])
     assert (tmp_path / "answer.svg").read_text() == (ROOT / "docs/images/answer.svg").read_text()
 
 

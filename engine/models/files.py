@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -60,9 +61,25 @@ def check_source(name: str, revision: str | None = None, is_model: bool = True) 
         return
     if Path(name).is_file():
         raise ConfigError(f"{name}: {file_fault(Path(name)) or f'a file; {_RIGHT_FOLDER}'}")
+    if advice := _foreign_name(name):
+        raise ConfigError(f"{name}: {advice}")
     if _is_path(name):
         raise ConfigError(f"{name}: no such model folder; {_RIGHT_FOLDER}")
     _check_hub(name, revision, file, is_model)
+
+
+def _foreign_name(name: str) -> str:
+    """Return advice about a name of a model as other servers spell it; "" for other names."""
+    if on_hub := re.match(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/([^/]+/[^/]+)", name):
+        return f"models of the hub are named without its address: {on_hub[1]}"
+    if "://" in name:
+        return "an address; download the model, and name its folder or file"
+    if ":" in name and "/" not in name:
+        return (
+            "a name of Ollama's library, which is not asked here; name a model of the hub (OWNER/REPOSITORY, or "
+            f"OWNER/REPOSITORY:TYPE for a GGUF file), or the file that `ollama show --modelfile {name}` has after FROM"
+        )
+    return ""
 
 
 def hub_client() -> ModuleType:

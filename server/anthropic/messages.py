@@ -6,20 +6,19 @@ protocol. Nothing is stored.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import Field
 
-from engine.api import RequestError
+from server.anthropic.contents import TOOL_REFERENCE, content_of, turn_of
 from server.openai.translating import refuse_drafts
 from server.serving.answering import AnswerWriter, encode
 from server.serving.choice import CallPiece, Choice, Part
 from server.serving.generation import Delta, Generation
 from server.text.reasoning import Thought
-from server.text.tools import PARTIAL_JSON
+from server.text.tools import whole_arguments
 from server.wire.errors import anthropic_error, to_api_error
 from server.wire.fields import (
     Body,
@@ -37,11 +36,6 @@ from server.wire.limits import MOST_MESSAGES, MOST_PARTS, MOST_STRINGS, MOST_TOO
 from server.wire.unsupported_fields import Neutral, refuse_unsupported
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-TOOL_REFERENCE = "tool_reference"
-"""Type of a block in a result that names a deferred tool, which may be called from then on."""
-_CACHE_KEYS = frozenset({"cache_control", "citations"})
-"""Keys of blocks without effect: common prefixes are always cached."""
-
 Blocks = Annotated[Listed[dict[str, Any]], Field(max_length=MOST_PARTS)]
 
 
@@ -107,6 +101,8 @@ class CountTokensRequest(Body):
     tool_choice: AnthropicChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    attachment_placeholders: bool | None = None
+    """Whether images and files in results of tools and earlier turns become placeholders."""
 
 
 class MessagesRequest(CountTokensRequest):
@@ -138,6 +134,7 @@ def as_chat(body: CountTokensRequest) -> ChatRequest:
     refuse_unsupported(body)
     messages = _messages(body)
     fields: dict[str, Any] = {"model": body.model, "messages": messages}
+    fields["attachment_placeholders"] = body.attachment_placeholders
     # A final turn of the assistant is the beginning of the answer.
     last = messages[-1]
     is_text = bool(last["content"]) and "tool_calls" not in last
@@ -211,60 +208,13 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     """Return the turns as messages of a chat; results of calls become separate messages."""
     messages: list[dict[str, Any]] = []
     if body.system:
-        messages.append({"role": "system", "content": _text(body.system, "system")})
+        messages.append({"role": "system", "content": content_of(body.system, "system")})
     for number, turn in enumerate(body.messages):
-        where = f"messages.{number}.content"
         if isinstance(turn.content, str):
             messages.append({"role": turn.role, "content": turn.content})
         else:
-            messages += _turn(turn.role, turn.content, where)
+            messages += turn_of(turn.role, turn.content, f"messages.{number}.content")
     return messages
-
-
-def _turn(role: str, blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Return the messages of a turn's blocks: results of calls, then the rest of the turn."""
-    message: dict[str, Any] = {"role": role, "content": ""}
-    results: list[dict[str, Any]] = []
-    for block in blocks:
-        kind = block.get("type")
-        if kind == "text":
-            message["content"] += _text([block], where)
-        elif kind == "thinking" and role == "assistant":
-            message["reasoning_content"] = message.get("reasoning_content", "") + str(block.get("thinking", ""))
-        elif kind == "redacted_thinking" and role == "assistant":
-            continue  # encrypted by another server; it cannot be read here
-        elif kind == "tool_use" and role == "assistant":
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
-            message.setdefault("tool_calls", []).append({"id": block.get("id"), "function": function})
-        elif kind == "tool_result" and role == "user":
-            content = _text(block.get("content") or "", where)
-            if block.get("is_error") and not content.lower().startswith("error"):
-                content = f"Error: {content}"  # a chat has no field for it
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
-        else:
-            raise RequestError(f"{where}: blocks of type {kind!r} are not supported in a turn of the {role}", where)
-    has_more = message["content"] or message.keys() > {"role", "content"} or not results
-    return [*results, message] if has_more else results
-
-
-def _text(content: Any, where: str) -> str:
-    """Return the text of a string or of blocks of text."""
-    if isinstance(content, str):
-        return content
-    texts = []
-    blocks = content if isinstance(content, list) else [content]
-    for block in blocks:
-        if isinstance(block, dict) and block.get("type") == TOOL_REFERENCE:
-            texts.append(f"Found {block.get('tool_name')}.\n")
-            continue
-        is_text = isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str)
-        if not is_text:
-            kind = block.get("type") if isinstance(block, dict) else type(block).__name__
-            raise RequestError(f"{where}: blocks of type {kind!r} are not supported; send text", where)
-        if unknown := sorted(block.keys() - {"type", "text"} - _CACHE_KEYS):
-            raise RequestError(f"{where}: {unknown[0]!r} is not known in a block of text", where)
-        texts.append(block["text"])
-    return "".join(texts)
 
 
 class MessageWriter(AnswerWriter):
@@ -371,7 +321,7 @@ class MessageWriter(AnswerWriter):
         self._is_open = False
         block = self.content[-1]
         if block["type"] == "tool_use":
-            block["input"] = _whole_input(self._arguments)
+            block["input"] = whole_arguments(self._arguments)
         return [{"type": "content_block_stop", "index": len(self.content) - 1}]
 
     def end(self) -> list[dict[str, Any]]:
@@ -395,14 +345,3 @@ def _block(part: Part) -> dict[str, Any]:
     if isinstance(part, Thought):
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}
-
-
-def _whole_input(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments as an object; truncated arguments become one text in an object."""
-    try:
-        value = msgspec.json.decode(arguments or "{}")
-    except (ValueError, RecursionError):
-        return {PARTIAL_JSON: arguments}
-    if not isinstance(value, dict):
-        return {PARTIAL_JSON: arguments}
-    return value

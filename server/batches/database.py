@@ -1,4 +1,4 @@
-"""The database and the folder of a daemon's files and batches.
+"""The database and the folder of a daemon's files, batches and kept responses.
 
 All methods but `do` and `close`, and all methods of `StoredFiles` and `BatchStore`, run in the
 database's own thread: `await database.do(store.get_batch, owner, batch_id)`.
@@ -64,6 +64,26 @@ CREATE TABLE IF NOT EXISTS shapes (
     num_drafts INTEGER NOT NULL,
     draft_length INTEGER NOT NULL
 );
+CREATE TABLE IF NOT EXISTS responses (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    previous TEXT,
+    created_at INTEGER NOT NULL,
+    size INTEGER NOT NULL,
+    document BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS responses_of ON responses (owner, seq, size);
+CREATE INDEX IF NOT EXISTS responses_by_age ON responses (created_at);
+CREATE TABLE IF NOT EXISTS response_items (
+    response TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    is_output INTEGER NOT NULL,
+    id TEXT NOT NULL,
+    document BLOB NOT NULL,
+    PRIMARY KEY (response, number)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS items_by_id ON response_items (id);
 """
 
 

@@ -101,8 +101,8 @@ class OutputLine(msgspec.Struct, frozen=True):
     error: LineError | None = None
 
 
-def listed(objects: Sequence[FileObject | BatchObject], has_more: bool) -> dict[str, Any]:
-    """Return a page of a list."""
+def listed(objects: Sequence[Any], has_more: bool) -> dict[str, Any]:
+    """Return a page of a list of objects with ids."""
     first_id = last_id = None
     if objects:
         first_id = objects[0].id

@@ -1,29 +1,27 @@
-"""Routes of `/v1/files` and `/v1/batches`; without `--batch-folder` they name the flag."""
+"""Routes of files, batches and kept responses; without `--batch-folder` they name the flag."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, File, Form, Query, Request, UploadFile
 from pydantic import Field
-from starlette.datastructures import Headers
 from starlette.responses import FileResponse, Response
 
 from engine.api import RequestError
-from server.batches.batches import Batches
+from server.batches.batches import Batches, Owners
 from server.batches.database import ListPage
+from server.batches.kept_responses import KeptResponses
 from server.batches.objects import ENDPOINTS, BatchObject, FileObject, listed
 from server.batches.store import WINDOWS_S, NewBatch
 from server.http.bodies import BodyRoute
-from server.http.middleware import key_of
-from server.state import Server
 from server.wire.errors import ApiError, ErrorBody, http_error
 from server.wire.fields import Closed
 
-_PATHS = ("/v1/files", "/v1/files/{rest:path}", "/v1/batches", "/v1/batches/{rest:path}")
+_RESPONSES = "/v1/responses/{rest:path}"
+_PATHS = ("/v1/files", "/v1/files/{rest:path}", "/v1/batches", "/v1/batches/{rest:path}", _RESPONSES)
 _LONGEST_NAME = 255
 _MOST_PAIRS = 16
 _FORM_FIELDS = frozenset(("file", "purpose"))
@@ -41,36 +39,29 @@ class CreateBatch(Closed):
     metadata: Annotated[dict[Key, Value], Field(max_length=_MOST_PAIRS)] | None = None
 
 
-def build_router(server: Server, batches: Batches | None) -> APIRouter:
+def build_router(batches: Batches | None) -> APIRouter:
     """Build the routes; batches: None if the daemon has no folder for them."""
     router = APIRouter(route_class=BodyRoute)
     if batches is None:
         for path in _PATHS:
             router.add_api_route(path, _refuse, methods=["GET", "POST", "DELETE"], include_in_schema=False)
         return router
-    owners = _Owners(server)
-    router.include_router(_files_router(batches, owners))
-    _add_batches(router, batches, owners)
+    router.include_router(_files_router(batches, batches.owners))
+    _add_batches(router, batches, batches.owners)
+    if batches.responses is None:
+        router.add_api_route(_RESPONSES, _refuse_responses, methods=["GET", "DELETE"], include_in_schema=False)
+    else:
+        _add_responses(router, batches, batches.responses)
     return router
 
 
 async def _refuse() -> Response:
-    message = "files and batches are off here; start the daemon with --batch-folder PATH"
+    message = "files, batches and kept responses are off here; start the daemon with --batch-folder PATH"
     raise ApiError(404, ErrorBody(message, "invalid_request_error", code="batches_off"))
 
 
-class _Owners:
-    """Names of clients in the store: one for each API key, or a single owner without keys."""
-
-    def __init__(self, server: Server) -> None:
-        self._has_keys = bool(server.settings.api_key)
-
-    def owner_of(self, http: Request) -> str:
-        """Return the owner of the objects that a request may see."""
-        if not self._has_keys:
-            return ""
-        key = key_of(Headers(scope=http.scope)).encode("latin-1", "replace")
-        return hashlib.blake2b(key, person=b"polydraft-batch", digest_size=16).hexdigest()
+async def _refuse_responses() -> Response:
+    raise http_error(404, "no responses are kept here (--response-store-bytes 0)")
 
 
 def _json(answer: Any) -> Response:
@@ -82,7 +73,7 @@ def _list_of(page: tuple[Sequence[FileObject | BatchObject], bool]) -> Response:
     return _json(listed(objects, has_more))
 
 
-def _files_router(batches: Batches, owners: _Owners) -> APIRouter:
+def _files_router(batches: Batches, owners: Owners) -> APIRouter:
     router = APIRouter()
     store = batches.store
     do = store.database.do
@@ -136,7 +127,7 @@ def _files_router(batches: Batches, owners: _Owners) -> APIRouter:
     return router
 
 
-def _add_batches(router: APIRouter, batches: Batches, owners: _Owners) -> None:
+def _add_batches(router: APIRouter, batches: Batches, owners: Owners) -> None:
     store = batches.store
     do = store.database.do
 
@@ -171,3 +162,40 @@ def _add_batches(router: APIRouter, batches: Batches, owners: _Owners) -> None:
         batch = await do(store.cancel_batch, owners.owner_of(http), batch_id)
         batches.runner.cancel(batch.id)
         return _json(batch)
+
+
+def _add_responses(router: APIRouter, batches: Batches, responses: KeptResponses) -> None:
+    do = batches.store.database.do
+    owner_of = batches.owners.owner_of
+
+    @router.get("/v1/responses/{response_id}")
+    async def retrieve_response(http: Request, response_id: str, stream: bool = False) -> Response:
+        """Return a kept response."""
+        if stream:
+            raise RequestError("stream: events are not kept; leave it out", "stream", "unsupported_value")
+        return Response(await do(responses.get, owner_of(http), response_id), media_type="application/json")
+
+    @router.delete("/v1/responses/{response_id}")
+    async def delete_response(http: Request, response_id: str) -> Response:
+        """Delete a kept response; conversations that go on from it are not whole any more."""
+        await do(responses.delete, owner_of(http), response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    @router.get("/v1/responses/{response_id}/input_items")
+    async def list_input_items(
+        http: Request,
+        response_id: str,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> Response:
+        """Return the input of a kept response's own request, without the turns before it."""
+        items = await do(responses.input_items, owner_of(http), response_id)
+        if order == "desc":
+            items.reverse()
+        begin = next((number for number, item in enumerate(items, 1) if item.id == after), 0)
+        if after is not None and not begin:
+            raise RequestError(f"after: {after[:64]!r} is not in the list", "after")
+        page = items[begin : begin + limit]
+        documents = [msgspec.Raw(item.document) for item in page]
+        return _json(listed(page, begin + limit < len(items)) | {"data": documents})

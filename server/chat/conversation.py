@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -76,6 +77,27 @@ class Conversation:
         """Begin a new conversation."""
         self.messages.clear()
         self.metrics = None
+
+    def save(self, path: Path) -> None:
+        """Write system prompt, settings and messages as JSON; raises ChatError."""
+        saved = {"system": self.system, "options": self.options, "messages": self.messages}
+        try:
+            path.write_text(json.dumps(saved, indent=1, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise ChatError(f"{path}: cannot be written ({error.strerror})") from error
+
+    def load(self, path: Path) -> None:
+        """Go on with a saved conversation; raises ChatError and leaves this one if it is none."""
+        try:
+            saved = json.loads(path.read_text())
+            messages = [{"role": str(one["role"]), "content": str(one["content"])} for one in saved["messages"]]
+            system, options = str(saved["system"]), dict(saved["options"])
+        except OSError as error:
+            raise ChatError(f"{path}: cannot be read ({error.strerror})") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ChatError(f"{path}: not a conversation that /save has written") from error
+        self.clear()
+        self.messages, self.system, self.options = messages, system, options
 
     def body(self) -> dict[str, Any]:
         """Return the body of the next request."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from server.chat.wrapping import WordWrap
@@ -20,10 +23,13 @@ _HELP = """\
 /spec [on|off]   draft with speculation, or decode plainly, from the next answer on
 /new             begin a new conversation
 /system TEXT     set the system prompt; without TEXT remove it
+/set NAME VALUE  set a field of requests, such as temperature; without VALUE remove it; /set shows all
+/save FILE       write the conversation and its settings
+/load FILE       go on with a saved conversation
 /help            show this
 /quit            leave (or Ctrl+D)
 
-Ctrl+C ends an answer early. Alt+Enter begins a new line.
+Ctrl+C ends an answer early. Alt+Enter begins a new line; several lines may also stand between \"\"\".
 """
 _STYLES = {
     "token-accepted": "ansigreen",
@@ -33,7 +39,13 @@ _STYLES = {
     "error": "ansired",
     "bottom-toolbar": "noreverse bg:default ansibrightblack",
 }
-_COMMANDS = ("/help", "/new", "/quit", "/spec", "/system")
+_COMMANDS = ("/help", "/load", "/new", "/quit", "/save", "/set", "/spec", "/system")
+_SETTINGS = (
+    "frequency_penalty", "max_tokens", "min_p", "presence_penalty", "reasoning_effort", "repetition_penalty", "seed",
+    "stop", "temperature", "top_k", "top_p",
+)  # fmt: skip
+"""Fields of requests that `/set` sets."""
+_QUOTES = '"' * 3
 # A model's text must not move the cursor. The library writes no escape; these are the other control
 # characters.
 _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -102,7 +114,7 @@ class Terminal:
         self._show(("token-accepted", "accepted from a draft"), ", ", ("token-own", "the model's own token"), "\n")
         while True:
             try:
-                text = session.prompt().strip()
+                text = _whole_message(session.prompt)
             except KeyboardInterrupt:
                 continue
             except EOFError:
@@ -142,7 +154,7 @@ class Terminal:
         parts = [conversation.model, f"speculation {'on' if conversation.speculates else 'off'}"]
         if metrics := conversation.metrics:
             parts += _figures(metrics)
-        return " · ".join(parts)
+        return _fitting(parts, shutil.get_terminal_size().columns)
 
     def _answer(self, message: str) -> None:
         """Show an answer while it arrives, until it ends or Ctrl+C."""
@@ -180,10 +192,44 @@ class Terminal:
         elif name == "/system":
             conversation.system = value
             self._show(("note", f"the system prompt is {'set' if value else 'empty'}\n"))
+        elif name == "/set":
+            self._set(*value.split(maxsplit=1))
+        elif name in ("/save", "/load") and value:
+            self._file(name, Path(value).expanduser())
         elif name == "/help":
             self._show(("note", _HELP))
         else:
             self._show(("error", f"{name} {value}".rstrip() + ": unknown; /help lists the commands\n"))
+
+    def _set(self, name: str = "", value: str = "") -> None:
+        """Set or remove a field of requests; the daemon checks its value with the next one."""
+        options = self._conversation.options
+        if name and name not in _SETTINGS:
+            self._show(("error", f"{name}: unknown{did_you_mean(name, _SETTINGS)}; one of {', '.join(_SETTINGS)}\n"))
+            return
+        if value:
+            options[name] = value
+            with contextlib.suppress(ValueError):
+                options[name] = json.loads(value)
+        elif name:
+            options.pop(name, None)
+        settings = ", ".join(f"{key} {json.dumps(options[key])}" for key in sorted(options))
+        self._show(("note", f"{settings or 'all settings are the defaults of the model'}\n"))
+
+    def _file(self, name: str, path: Path) -> None:
+        from server.chat.conversation import ChatError
+
+        conversation = self._conversation
+        try:
+            if name == "/save":
+                conversation.save(path)
+            else:
+                conversation.load(path)
+        except ChatError as error:
+            self._show(("error", f"{error}\n"))
+            return
+        done = "saved" if name == "/save" else "loaded"
+        self._show(("note", f"{len(conversation.messages)} messages are {done}\n"))
 
     def _show(self, *parts: str | tuple[str, str]) -> None:
         """Print texts with their styles."""
@@ -192,6 +238,31 @@ class Terminal:
 
         styled = [("", part) if isinstance(part, str) else (f"class:{part[0]}", part[1]) for part in parts]
         print_formatted_text(FormattedText(styled), end="", style=self._style)
+
+
+def _whole_message(prompt: Callable[..., str]) -> str:
+    """Return a message; one that begins with three quotes goes on until a line ends with them."""
+    text = prompt().strip()
+    if not text.startswith(_QUOTES):
+        return text
+    while not (text.endswith(_QUOTES) and len(text) >= 2 * len(_QUOTES)):
+        text += "\n" + prompt(". ").rstrip()
+    return text[len(_QUOTES) : -len(_QUOTES)].strip("\n")
+
+
+def _fitting(parts: Sequence[str], width: int) -> str:
+    """Return the first parts that fit into a line; a first part that does not is cut."""
+    from prompt_toolkit.utils import get_cwidth
+
+    line = parts[0]
+    for part in parts[1:]:
+        longer = f"{line} · {part}"
+        if get_cwidth(longer) > width:
+            break
+        line = longer
+    while get_cwidth(line) > max(width, 1):
+        line = line.removesuffix("…")[:-1] + "…"
+    return line
 
 
 def _figures(metrics: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Responses of errors, in OpenAI's format (in Anthropic's under /v1/messages).
+"""Responses of errors, in OpenAI's format (in Anthropic's and Ollama's on their paths).
 
 Every status has this format, also errors that the framework raises (404, 405, validation). Not for:
 the table of errors (`wire/errors.py`).
@@ -25,6 +25,7 @@ from server.wire.errors import (
     ErrorEnvelope,
     anthropic_error,
     http_error,
+    ollama_error,
     refusal_facts,
     to_api_error,
 )
@@ -48,8 +49,11 @@ API_PATHS = (
 """Paths that clients with a wrong base URL miss."""
 
 
-PROTECTED = ("/v1/", "/infill", "/completion", "/tokenize", "/detokenize", "/dashboard/state")
+ANSWERING = ("/v1/", "/infill", "/completion", "/props", "/api/")
+"""Beginnings of paths that answer, or describe the model."""
+PROTECTED = (*ANSWERING, "/tokenize", "/detokenize", "/dashboard/state")
 """Beginnings of paths that need a key, if the server has keys (also `/tokenizer_info`)."""
+OLLAMA_PATH = re.compile(r"/api/(chat|generate|show|tags|ps|version|embed|embeddings|pull|push|create|copy|delete)$")
 
 
 def error_response(error: Exception, path: str = "") -> Response:
@@ -59,6 +63,8 @@ def error_response(error: Exception, path: str = "") -> Response:
     body: Any = ErrorEnvelope(api_error.body)
     if "/v1/messages" in path:
         body = anthropic_error(api_error)
+    elif OLLAMA_PATH.search(path):
+        body = ollama_error(api_error)
     return Response(
         msgspec.json.encode(body),
         status_code=api_error.status,

@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.api import log_fields
-from server.http.error_responses import PROTECTED, error_response
+from server.http.error_responses import ANSWERING, PROTECTED, error_response
 from server.http.hosts import HostCheck
 from server.serving.metrics import ServerMetrics
 from server.settings.groups import rates_of
@@ -40,8 +40,6 @@ _OPERATION_PATHS = frozenset(
 _FILES_PATH = "/v1/files"
 _FORM_BYTES = 1 << 16
 """Bytes of an upload besides its file."""
-_RATED = ("/v1/", "/infill", "/completion")
-"""Beginnings of the paths whose POSTs the rate limit counts."""
 _MAX_REQUEST_ID = 128
 # Names of clients go to the engine. The secret prevents guessing which key or address a name stands
 # for.
@@ -146,7 +144,7 @@ class RequestEnvelope:
 
     def _too_many(self, scope: Scope, client: str) -> ApiError | None:
         """Return the error for a client that asks too often."""
-        if self._rate is None or scope["method"] != "POST" or not _route_path(scope).startswith(_RATED):
+        if self._rate is None or scope["method"] != "POST" or not _route_path(scope).startswith(ANSWERING):
             return None
         wait_s = self._rate.take(client)
         if wait_s is None:

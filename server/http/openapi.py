@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from server.http.body_queue import BodyQueues
-from server.http.error_responses import PROTECTED
+from server.http.error_responses import ANSWERING, OLLAMA_PATH, PROTECTED
 
 
 def _object(**properties: Any) -> dict[str, Any]:
@@ -26,6 +26,8 @@ _ERROR_SCHEMA = {
 }
 _MESSAGES_NAME = "MessagesError"
 _MESSAGES_SCHEMA = _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT))
+_OLLAMA_NAME = "OllamaError"
+_OLLAMA_SCHEMA = _object(error=_TEXT)
 _FRAMEWORKS_OWN = ("HTTPValidationError", "ValidationError")
 """FastAPI's models of validation errors; `error_responses.py` answers in OpenAI's format."""
 
@@ -53,6 +55,7 @@ class Application(FastAPI):
                     schema["additionalProperties"] = False
             schemas[_NAME] = _ERROR_SCHEMA
             schemas[_MESSAGES_NAME] = _MESSAGES_SCHEMA
+            schemas[_OLLAMA_NAME] = _OLLAMA_SCHEMA
             for path, operations in described["paths"].items():
                 for method, operation in operations.items():
                     _describe_errors(operation["responses"], path, method)
@@ -70,7 +73,7 @@ _WHY = {
     "500": "The server has failed.",
     "503": "The model loads, the daemon drains, or the engine has stopped.",
 }
-_NEEDS_ENGINE = ("/v1/", "/infill", "/completion", "/health", "/ping", "/ready")
+_NEEDS_ENGINE = (*ANSWERING, "/health", "/ping", "/ready")
 """Paths that are 503 without a running engine."""
 
 
@@ -91,7 +94,11 @@ def _statuses(path: str, method: str) -> list[str]:
 def _describe_errors(responses: dict[str, Any], path: str, method: str) -> None:
     """Describe the errors of a route in place of FastAPI's 422, which is never sent."""
     responses.pop("422", None)
-    shape = _MESSAGES_NAME if path.startswith("/v1/messages") else _NAME
+    shape = _NAME
+    if path.startswith("/v1/messages"):
+        shape = _MESSAGES_NAME
+    elif OLLAMA_PATH.search(path):
+        shape = _OLLAMA_NAME
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}
     for status in _statuses(path, method):
         responses[status] = {"description": _WHY[status], "content": content}

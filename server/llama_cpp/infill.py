@@ -24,7 +24,6 @@ from server.state import Server
 from server.text.infill import FurtherText, Gap, Infill
 from server.text.line_bounds import LineBounds
 from server.wire.answers import Metrics
-from server.wire.errors import ErrorEnvelope, to_api_error
 from server.wire.fields import CompletionRequest, GenerationFields, Listed, Wire
 from server.wire.limits import MOST_FURTHER, MOST_STRINGS
 from server.wire.unsupported_fields import UNSUPPORTED, refuse_unsupported
@@ -314,10 +313,6 @@ class InfillWriter(AnswerWriter):
         self._generation = generation
         self._with_metrics = with_metrics
 
-    def begin(self) -> list[InfillChunk]:
-        """Return no event."""
-        return []
-
     def take(self, delta: Delta) -> list[InfillChunk]:
         """Return an event with text and, at an answer's end, its last event."""
         choice = self._generation.choices[delta.index]
@@ -336,14 +331,6 @@ class InfillWriter(AnswerWriter):
         if delta.finish_reason is not None:
             events.append(self._answer(delta.index, choice, "", ()))
         return events
-
-    def end(self) -> list[InfillChunk]:
-        """Return no event: the last event of each answer has been sent."""
-        return []
-
-    def fail(self, error: Exception) -> list[ErrorEnvelope]:
-        """Return the error as the last event."""
-        return [ErrorEnvelope(to_api_error(error).body)]
 
     def collect(self, delta: Delta) -> None:
         """Do nothing: the choices hold all that a whole answer needs."""

@@ -1,8 +1,10 @@
-"""Routes of `/infill` and `/completion`."""
+"""Routes of `/infill`, `/completion` and `/props`."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -17,6 +19,7 @@ from server.llama_cpp.infill import (
 )
 from server.openai.translating import respond
 from server.state import Server
+from server.version import VERSION
 
 
 def build_router(server: Server) -> APIRouter:
@@ -34,5 +37,20 @@ def build_router(server: Server) -> APIRouter:
         """Continue a text, in the format of llama.cpp's server."""
         generation = await prepare_llama_completion(server, body)
         return await respond(http, server, body, generation, partial(InfillWriter, False))
+
+    @router.get("/props")
+    async def props() -> dict[str, Any]:
+        """Return the properties of server and model, in the format of llama.cpp's server."""
+        settings = {"n_ctx": server.client.ready_facts().max_model_len, "params": asdict(server.defaults)}
+        return {
+            "default_generation_settings": settings,
+            "total_slots": server.settings.max_num_seqs,
+            "model_alias": server.model_name,
+            "model_path": server.settings.model,
+            "modalities": {"vision": False, "audio": False},
+            "chat_template": server.tokenizer.chat_template,
+            "build_info": f"polydraft-{VERSION}",
+            "is_sleeping": not server.client.is_awake,
+        }
 
     return router

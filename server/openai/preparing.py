@@ -35,6 +35,7 @@ from server.openai.thinking import GrammarScope, thoughts_of
 from server.serving.filters import TextOptions
 from server.serving.generation import Generation
 from server.state import Server
+from server.text.attachments import replace_attachments
 from server.text.call_formats import END_MARKS, call_marks
 from server.text.line_bounds import LineBounds
 from server.text.structured import Structure, structure_of
@@ -320,6 +321,9 @@ async def chat_prompt(server: Server, body: ChatRequest, most: int | None = None
     refuse_unsupported(body)
     server.client.ready_facts()
     body.continue_final_message = body.continue_final_message or body.messages[-1].prefix
+    may_replace = given_or(body.attachment_placeholders, server.settings.attachment_placeholders)
+    for kind in replace_attachments(body.messages, may_replace):
+        server.unknown_fields.ignore(f"messages.{kind}", "the model reads text only; the prompt has a placeholder")
     messages = [template_message(message, number) for number, message in enumerate(body.messages)]
     for kind in other_kinds(body.tools):
         why = "only functions are supported; the prompt does not mention other tools"
@@ -368,8 +372,13 @@ async def prepare_chat(server: Server, body: ChatRequest) -> Generation:
     return await prepare(server, body, [prompt], max_tokens_of(body), tools, filling)
 
 
-async def prepare_completion(server: Server, body: CompletionRequest) -> Generation:
-    """Return the generation of a text's continuation."""
+async def prepare_completion(
+    server: Server, body: CompletionRequest, most_tokens: int | None = _DEFAULT_COMPLETION_TOKENS
+) -> Generation:
+    """Return the generation of a text's continuation.
+
+    most_tokens: bound of a body without a bound; None for the room that the context leaves.
+    """
     body.model = check_model(server, body.model)
     server.unknown_fields.check(body)
     refuse_unsupported(body)
@@ -381,7 +390,9 @@ async def prepare_completion(server: Server, body: CompletionRequest) -> Generat
         prompts = await infill_prompts(server, body, listed)
     else:
         prompts = await _token_prompts(server, body, listed)
-    max_tokens = given_or(max_tokens_of(body), _DEFAULT_COMPLETION_TOKENS)
+    max_tokens = max_tokens_of(body)
+    if max_tokens is None:
+        max_tokens = most_tokens
     return await prepare(server, body, prompts, max_tokens, filling=filling)
 
 

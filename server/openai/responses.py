@@ -1,12 +1,14 @@
 """`POST /v1/responses`: the request becomes a chat; the answer is a list of items.
 
-Supports text and function tools. Nothing is stored, also with `store: true`, so clients send whole
-conversations (`previous_response_id` and `background` are refused).
+Supports text and function tools. Responses are kept if the daemon has a folder for them
+(`batches/kept_responses.py`); otherwise `previous_response_id` is refused. `background` always is.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,6 +19,7 @@ from server.openai.response_tools import Names, chat_tools, described, names_of
 from server.openai.translating import refuse_drafts
 from server.serving.answering import AnswerWriter, encode
 from server.serving.generation import Delta, Generation
+from server.text.attachments import is_attachment
 from server.text.reasoning import Thought
 from server.wire.errors import responses_error, to_api_error
 from server.wire.fields import (
@@ -65,6 +68,8 @@ class ResponsesRequest(GenerationFields):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None
+    attachment_placeholders: bool | None = None
+    """Whether images and files in results of tools and earlier turns become placeholders."""
     max_tool_calls: int | None = None
     """Limit of calls that the server runs; this server runs none."""
     client_metadata: dict[str, Any] | None = None
@@ -72,7 +77,7 @@ class ResponsesRequest(GenerationFields):
 
     # Known and not supported; some belong to other endpoints.
     background: Annotated[Any, Neutral(False)] = None
-    previous_response_id: Annotated[Any, Neutral(way_out="send the conversation whole")] = None
+    previous_response_id: Annotated[Any, Neutral(way_out="send the conversation whole, or use --batch-folder")] = None
     conversation: Annotated[Any, Neutral(way_out="send the conversation whole")] = None
     prompt: Annotated[Any, Neutral()] = None
     include: Annotated[Listed[Included], Field(max_length=16)] | None = None
@@ -203,9 +208,12 @@ def _content(content: Any, number: int) -> Any:
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT_PARTS:
+        if kind in _TEXT_PARTS:
+            parts.append({"type": "text", "text": part.get("text")})
+        elif is_attachment(kind):
+            parts.append({"type": kind})
+        else:
             raise RequestError(f"input: parts of type {kind!r} are not supported; send text", f"input.{number}")
-        parts.append({"type": "text", "text": part.get("text")})
     return parts
 
 
@@ -252,10 +260,20 @@ def _echoed(body: ResponsesRequest, sampling: Sampling) -> dict[str, Any]:
     return fields
 
 
+@dataclass(frozen=True)
+class Record:
+    """How a response is kept."""
+
+    previous_response_id: str | None = None
+    save: Callable[[dict[str, Any]], Awaitable[None]] | None = None
+    """Keeps a response, and sets its field `store`; None if it is not to be kept."""
+
+
 class ResponseWriter(AnswerWriter):
     """Writes a generation as items and events."""
 
-    def __init__(self, body: ResponsesRequest, generation: Generation, with_metrics: bool) -> None:
+    def __init__(self, record: Record, body: ResponsesRequest, generation: Generation, with_metrics: bool) -> None:
+        self._record = record
         self._body = body
         self._generation = generation
         self._with_metrics = with_metrics
@@ -265,6 +283,8 @@ class ResponseWriter(AnswerWriter):
         self.output: list[dict[str, Any]] = []
         self._names = names_of(body.tools or ())
         self._is_open = False
+        self._last_events: list[dict[str, Any]] = []
+        self._final: dict[str, Any] = {}
         self._echoed = _echoed(body, generation.choices[0].request.sampling)
 
     def response(self, status: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -279,8 +299,8 @@ class ResponseWriter(AnswerWriter):
             "incomplete_details": None,
             "model": self._body.model,
             "output": self.output,
-            "previous_response_id": None,
-            "store": False,
+            "previous_response_id": self._record.previous_response_id,
+            "store": self._record.save is not None,
             "usage": None,
             **self._echoed,
         }
@@ -307,10 +327,16 @@ class ResponseWriter(AnswerWriter):
             "total_tokens": usage.total_tokens,
         }
 
+    async def finish(self) -> None:
+        """End the open item, and keep the response."""
+        self._last_events = self._close(self.status)
+        self._final = self.response(self.status)
+        if self._record.save is not None:
+            await self._record.save(self._final)
+
     def whole(self) -> list[bytes]:
         """Return the response object of an answer that has ended."""
-        self._close(self.status)
-        return [encode(self.response(self.status))]
+        return [encode(self._final)]
 
     @property
     def status(self) -> str:
@@ -340,8 +366,7 @@ class ResponseWriter(AnswerWriter):
         return events
 
     def end(self) -> list[dict[str, Any]]:
-        events = self._close(self.status)
-        return [*events, self._event(f"response.{self.status}", response=self.response(self.status))]
+        return [*self._last_events, self._event(f"response.{self.status}", response=self._final)]
 
     def fail(self, error: Exception) -> list[dict[str, Any]]:
         failed = self.response("failed", responses_error(to_api_error(error)))

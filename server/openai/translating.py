@@ -17,7 +17,7 @@ from server.serving.answering import AnswerWriter, answer
 from server.serving.generation import Generation
 from server.state import Server
 from server.wire.current_call import this_call
-from server.wire.fields import ChatRequest, SpeculationFields
+from server.wire.fields import ChatRequest, GenerationFields, SpeculationFields
 
 
 class Streamable(Protocol):
@@ -29,6 +29,7 @@ class Streamable(Protocol):
 
 Asked = TypeVar("Asked")
 Streamed = TypeVar("Streamed", bound=Streamable)
+Translated = TypeVar("Translated", bound=GenerationFields)
 Writer = Callable[[Streamed, Generation, bool], AnswerWriter]
 """Makes a writer from the body, the generation, and whether the answer has metrics."""
 
@@ -60,10 +61,10 @@ async def answer_translated(
         return await respond(http, server, body, generation, writer)
 
 
-def checked(as_chat: Callable[[Asked], ChatRequest], body: Asked) -> ChatRequest:
-    """Return the body as a chat; raises RequestError if the chat is not valid."""
+def checked(translate: Callable[[Asked], Translated], body: Asked) -> Translated:
+    """Return the body as a chat or completion; raises RequestError if that is not valid."""
     try:
-        return as_chat(body)
+        return translate(body)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])

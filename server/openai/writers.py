@@ -25,7 +25,6 @@ from server.wire.answers import (
     CompletionChoice,
     Metrics,
 )
-from server.wire.errors import ErrorEnvelope, to_api_error
 from server.wire.fields import GenerationFields, StreamOptions
 from server.wire.ids import new_id
 
@@ -74,10 +73,6 @@ class ChunkWriter(AnswerWriter):
         """Return the tokens of the one prompt that all choices have, if they are reported."""
         return msgspec.UNSET
 
-    def begin(self) -> list[Answer]:
-        """Return no chunk."""
-        return []
-
     def take(self, delta: Delta) -> list[Answer]:
         """Return the chunks of a delta; the last one of the stream has the metrics."""
         chunks = [self.chunk(choice) for choice in self.choices_of(delta)]
@@ -90,10 +85,6 @@ class ChunkWriter(AnswerWriter):
         if not self._options.include_usage:
             return []
         return [self._answer(self.object_chunk, [], self._generation.usage(), self._metrics())]
-
-    def fail(self, error: Exception) -> list[ErrorEnvelope]:
-        """Return the error as a chunk."""
-        return [ErrorEnvelope(to_api_error(error).body)]
 
     def collect(self, delta: Delta) -> None:
         """Do nothing: the choices hold all that a whole answer needs."""

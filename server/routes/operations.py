@@ -13,10 +13,12 @@ from engine.api import EngineStopped, RequestError
 from server.http.bodies import BodyRoute
 from server.http.error_responses import error_response
 from server.openai.preparing import check_model, template_variables
+from server.openai.sampling_fields import given_or
 from server.state import Server
+from server.text.attachments import replace_attachments
 from server.text.call_formats import call_marks
 from server.text.tools import functions_of, template_message
-from server.version import VERSION
+from server.version import COMMIT, VERSION
 from server.wire.answers import raw_list
 from server.wire.fields import DetokenizeRequest, TokenizeRequest
 from server.wire.unsupported_fields import refuse_unsupported
@@ -61,9 +63,9 @@ def _add_state(router: APIRouter, server: Server) -> None:
         return error_response(EngineStopped(f"not ready: {state}"))
 
     @router.get("/version")
-    async def version() -> dict[str, str]:
-        """Return the daemon's version."""
-        return {"version": VERSION}
+    async def version() -> dict[str, str | None]:
+        """Return the daemon's version, and the commit that its image was built from."""
+        return {"version": VERSION, "commit": COMMIT}
 
     @router.get("/load")
     async def load() -> dict[str, int]:
@@ -129,7 +131,10 @@ def _add_tokens(router: APIRouter, server: Server) -> None:
         if body.prompt is not None:
             tokens = await tokenizer.run_encode(body.prompt, body.add_special_tokens)
         else:
-            messages = [template_message(message, number) for number, message in enumerate(body.messages or [])]
+            conversation = body.messages or []
+            shows_placeholders = given_or(body.attachment_placeholders, server.settings.attachment_placeholders)
+            replace_attachments(conversation, shows_placeholders)
+            messages = [template_message(message, number) for number, message in enumerate(conversation)]
             tools = [tool.model_dump(exclude_none=True) for tool in functions_of(body.tools)]
             tokens = await tokenizer.run_chat(
                 messages,

@@ -7,6 +7,7 @@ response, and browsers run no others.
 from __future__ import annotations
 
 import secrets
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from server.state import Server
 from server.version import VERSION
 
 _STATIC = Path(__file__).parents[1] / "static"
-_LEZER = _STATIC / "lezer"
-"""A parser of Markdown, as npm's packages ship it (MIT)."""
+_LIBRARIES = ("lezer", "temml")
+"""Parsers of Markdown and code, and a writer of formulas, as npm's packages ship them (MIT)."""
 _SWAGGER_UI = Path(fastapi_offline.__file__).parent / "static"
 """Swagger UI as its package ships it (Apache-2.0)."""
 _NO_MARKUP = "require-trusted-types-for 'script'; trusted-types 'none'"
@@ -96,7 +97,8 @@ def _add_live_page(app: FastAPI, server: Server) -> None:
     # It contains no state of the server.
     _add(app, "/dashboard", _Page("page.html", _NO_MARKUP).response)
     _add_files(app, "/dashboard/static", _STATIC)
-    _add_files(app, "/dashboard/static/lezer", _LEZER)
+    for name in _LIBRARIES:
+        _add_files(app, f"/dashboard/static/{name}", _STATIC / name)
 
     @app.get("/dashboard/state")
     async def dashboard_state() -> dict[str, Any]:
@@ -113,6 +115,7 @@ def _add_live_page(app: FastAPI, server: Server) -> None:
                 "device": facts.device,
                 "architecture": facts.architecture,
                 "max_model_len": facts.max_model_len,
+                "sampling": asdict(server.defaults),
             }
         state = server.observer.live.state(num_blocks, server.client.num_held)
         return {"model": server.model_name, "status": _status(server.client), "about": about, **state}

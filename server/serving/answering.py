@@ -1,4 +1,4 @@
-"""Sends a generation in the format of any API: whole, or as server-sent events.
+"""Sends a generation in the format of any API: whole, or as a stream of events.
 
 A disconnect ends the generation: a stream ends with its response, a whole answer is raced against
 the disconnect. A stream begins only after admission, so earlier errors are ordinary JSON errors.
@@ -25,6 +25,7 @@ from server.serving.generation import Delta, Generation
 from server.serving.observer import Observer
 from server.text.tokenizer import Tokenizer
 from server.wire.answers import Metrics
+from server.wire.errors import ErrorEnvelope, to_api_error
 
 log = logging.getLogger("polydraft")
 
@@ -38,30 +39,51 @@ _PIECE = 1 << 18
 encode = msgspec.json.Encoder().encode
 
 Event = dict[str, Any] | msgspec.Struct
-"""Data of a server-sent event; a dictionary's `type` is its name."""
+"""Data of an event of a stream; in server-sent events a dictionary's `type` is its name."""
 
 
 class AnswerWriter(ABC):
     """Writes one generation in the format of an API: as events, or whole at its end."""
 
+    media_type: ClassVar[str] = "text/event-stream"
     last_frame: ClassVar[bytes] = b""
     """Frame that ends every stream, also after an error."""
 
-    @abstractmethod
+    def frame(self, event: Event) -> bytes:
+        """Return the bytes of an event."""
+        data = b"data: " + encode(event) + b"\n\n"
+        if isinstance(event, dict):
+            name: str = event["type"]
+            return b"event: " + name.encode() + b"\n" + data
+        return data
+
+    def silence(self) -> bytes:
+        """Return bytes without content, which are sent after a time without tokens."""
+        return _KEEP_ALIVE
+
+    def frames(self, events: Sequence[Event]) -> bytes:
+        """Return the bytes of events."""
+        return b"".join(map(self.frame, events))
+
     def begin(self) -> Sequence[Event]:
         """Return the events before the first token."""
+        return ()
 
     @abstractmethod
     def take(self, delta: Delta) -> Sequence[Event]:
         """Return the events of a step."""
 
-    @abstractmethod
+    async def finish(self) -> None:
+        """Do what must be done between the last token and `end` or `whole`."""
+        return
+
     def end(self) -> Sequence[Event]:
         """Return the events after the last token."""
+        return ()
 
-    @abstractmethod
     def fail(self, error: Exception) -> Sequence[Event]:
         """Return the events of an error in a stream that has begun."""
+        return [ErrorEnvelope(to_api_error(error).body)]
 
     def collect(self, delta: Delta) -> None:
         """Take a step of an answer that is sent whole."""
@@ -95,9 +117,11 @@ async def answer(
         deltas = await admitted(http, sender, generation)
         if deltas is None:
             return Response(status_code=499)
-        return EventStream(_frames(deltas, sender, writer), deltas, bound_headers(generation))
+        frames = _frames(deltas, sender, writer)
+        return EventStream(frames, deltas, bound_headers(generation), writer.media_type)
     if not await run_through(http, sender, generation, writer.collect):
         return Response(status_code=499)
+    await writer.finish()
     num_reported = sum(choice.num_reported for choice in generation.choices)
     if num_reported >= _LARGE:
         parts = await sender.tokenizer.run_answer(writer.whole)
@@ -130,7 +154,7 @@ def _pieces_of(parts: Sequence[bytes]) -> Iterator[bytes | memoryview]:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of a generation. The generation ends with the response in all cases.
+    """Events of a generation. The generation ends with the response in all cases.
 
     The framework does not close a generator whose frame could not be sent.
     """
@@ -140,8 +164,9 @@ class EventStream(StreamingResponse):
         frames: AsyncGenerator[bytes | memoryview, None],
         deltas: AsyncGenerator[Delta, None],
         headers: Mapping[str, str] | None = None,
+        media_type: str = AnswerWriter.media_type,
     ) -> None:
-        super().__init__(frames, media_type="text/event-stream", headers={**_SSE_HEADERS, **(headers or {})})
+        super().__init__(frames, media_type=media_type, headers={**_SSE_HEADERS, **(headers or {})})
         self._generators: tuple[AsyncGenerator[Any, None], ...] = (frames, deltas)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -212,15 +237,15 @@ async def _frames(
     deltas: AsyncGenerator[Delta, None], sender: Sender, writer: AnswerWriter
 ) -> AsyncGenerator[bytes | memoryview, None]:
     def frames_of(delta: Delta) -> bytes:
-        return _encoded(writer.take(delta))
+        return writer.frames(writer.take(delta))
 
     try:
-        yield _encoded(writer.begin())
+        yield writer.frames(writer.begin())
         # Closed before `deltas` is: the next delta may be awaited while a keep-alive is being sent.
         async with aclosing(with_silences(deltas, sender.keep_alive_s)) as paced:
             async for delta in paced:
                 if delta is None:
-                    yield _KEEP_ALIVE
+                    yield writer.silence()
                     continue
                 if delta.num_logprobs >= _LARGE:
                     frames = await sender.tokenizer.run_answer(frames_of, delta)
@@ -228,24 +253,13 @@ async def _frames(
                     frames = frames_of(delta)
                 for piece in _pieces_of([frames]):
                     yield piece
+        await writer.finish()
         last = writer.end()
     except Exception as error:
         if not isinstance(error, PolydraftError):
             log.exception("a stream failed")
         last = writer.fail(error)
-    yield _encoded(last) + writer.last_frame
-
-
-def _encoded(events: Sequence[Event]) -> bytes:
-    return b"".join(map(_frame, events))
-
-
-def _frame(event: Event) -> bytes:
-    data = b"data: " + encode(event) + b"\n\n"
-    if isinstance(event, dict):
-        name: str = event["type"]
-        return b"event: " + name.encode() + b"\n" + data
-    return data
+    yield writer.frames(last) + writer.last_frame
 
 
 async def with_silences(deltas: AsyncGenerator[Delta, None], keep_alive_s: float) -> AsyncGenerator[Delta | None, None]:

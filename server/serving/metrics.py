@@ -421,9 +421,10 @@ def _ended_children_s() -> float:
 
 
 _RENAMED = {"kv_cache_usage_ratio": "kv_cache_usage_perc"}
+_RENAMED_LABELS = {"num_blocks": "num_gpu_blocks"}
 _NAMES = frozenset(
     """
-    num_requests_running num_requests_waiting kv_cache_usage_ratio prompt_tokens generation_tokens
+    num_requests_running num_requests_waiting kv_cache_usage_ratio cache_config_info prompt_tokens generation_tokens
     num_preemptions prefix_cache_queries prefix_cache_hits request_success time_to_first_token_seconds
     inter_token_latency_seconds request_prompt_tokens request_generation_tokens request_max_num_generation_tokens
     request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds
@@ -460,5 +461,6 @@ def _renamed(family: Metric, name: str) -> Metric:
     new_name = "vllm:" + _RENAMED.get(name, name)
     copy: Metric = kinds[family.type](new_name, family.documentation)
     for sample in family.samples:
-        copy.add_sample(sample.name.replace(family.name, new_name, 1), sample.labels, sample.value)
+        labels = {_RENAMED_LABELS.get(label, label): value for label, value in sample.labels.items()}
+        copy.add_sample(sample.name.replace(family.name, new_name, 1), labels, sample.value)
     return copy

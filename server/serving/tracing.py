@@ -18,6 +18,8 @@ _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
     "/v1/messages": "chat",
+    "/api/chat": "chat",
+    "/api/generate": "text_completion",
     "/v1/completions": "text_completion",
 }
 # The attribute of each fact of `observer.facts_of`; the conventions have no names for facts about

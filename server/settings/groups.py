@@ -188,6 +188,10 @@ class ModelSettings(_Group):
     """special tokens that the text of messages spells: control tokens, as with the templates of
     transformers, or text, so that no part of a prompt can end a turn
     """
+    attachment_placeholders: bool = False
+    """replace images and files in results of tools and in earlier turns by a placeholder; without
+    it they are refused, unless a request has this field
+    """
     tool_call_parser: Literal["auto"] | CallFormat = "auto"
     """format of the model's tool calls; auto: the one that reads a call of the chat template
     back
@@ -440,13 +444,15 @@ class BatchSettings(_Group):
     """batches"""
 
     batch_folder: str | None = None
-    """folder of files and batches, made with mode 0700; with it /v1/files and /v1/batches are
-    served
+    """folder of files, batches and kept responses, made with mode 0700; with it /v1/files and
+    /v1/batches are served, and /v1/responses keeps what it answers
     """
     batch_max_num_seqs: Rare[NotNegative] = 0
     """lines of batches that run at once; 0: three quarters of --max-num-seqs"""
     batch_max_file_bytes: Rare[PositiveAmount] = 200 << 20
     """largest file that may be uploaded; more gets 413"""
+    response_store_bytes: Rare[NotNegativeAmount] = 1 << 30
+    """bytes of the responses that are kept for each API key, at most 30 days; 0: none"""
 
 
 class ObservabilitySettings(_Group):

@@ -4,8 +4,8 @@ import {element, patch} from "./dom.js";
 import {blocksOf} from "./markdown.js";
 import {drafterOf, runsOf} from "./origin.js";
 
-/** The class of a draft's colour; 0 is the target, null has none. */
-export const style = draft => draft === null ? "" : draft === 0 ? "own" : "draft-" + Math.min(draft, 5);
+/** The class of a draft's colour; the target's own tokens (0) and text without a known origin (null) are plain. */
+const style = draft => draft ? "draft-" + Math.min(draft, 5) : "";
 
 /** Show an answer's thought and text in two boxes, or what they have grown by.
  *

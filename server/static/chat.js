@@ -1,104 +1,149 @@
-// The conversation on the page: turns, the message that is written, and its settings.
+// The conversation on the page: its turns, the message that is written, and the answer that runs.
 
-import {paint, style} from "./answer.js";
-import {Conversation} from "./conversation.js";
-import {byId, element, shown} from "./dom.js";
-import {countsOf} from "./origin.js";
+import {addCall} from "./calls.js";
+import {byId, copyFor} from "./dom.js";
+import {reason, startTooltip} from "./figures.js";
+import {current, keep, startLibrary} from "./library.js";
+import {serverSpeculation} from "./monitor.js";
 import {KeyRefused, stream} from "./server.js";
-import {drawStep} from "./tree.js";
+import {bodyOf, isChat} from "./settings.js";
+import {Turn} from "./turn.js";
 
-const SETTINGS = "polydraft-settings", LIST = byId("turns"), FORM = byId("ask");
-const conversation = new Conversation();
-/** Pause after a drawing of an answer that grows, in durations of the drawing. */
-const PAUSE_FACTOR = 4, LEAST_PAUSE_MS = 30;
-/** A bound that the server cuts to the room in the context: without one a plain text ends after 16 tokens. */
-const ROOM_LEFT = 2 ** 31 - 1;
-let stopper = null;
-let shownTurns = [];
+const LIST = byId("turns"), FORM = byId("ask"), MESSAGE = byId("message");
+/** Least time between two stores of an answer that grows. */
+const KEEP_MS = 2000;
+/** The note of an answer until its end: a reload finds it in what was stored. */
+const INTERRUPTED = "interrupted by a reload";
+let stopper = null, running = null, shown = new Map(), modelName, onKeyRefused;
 
-/** Show the stored conversation and listen; modelName(): what requests name; onKeyRefused(error). */
-export function startChat(modelName, onKeyRefused) {
-  readSettings();
-  for (const turn of conversation.turns) add(new Turn(turn));
-  showEmptiness();
-  showEnd();
+const does = {
+  isBusy: () => stopper !== null,
+  edit: (turn, text) => ask(current().edit(turn, text, isChat()), text),
+  regenerate: turn => run(current().regenerate(turn)),
+  show(turn) {
+    current().show(turn);
+    draw();
+    shown.get(turn).box.querySelector(".versions button:enabled").focus();
+    keep(current());
+  },
+  keep: () => keep(current()),
+  grow: followEnd,
+};
+
+/** Show the stored conversation and listen; name(): what requests name; onRefused(error): of a key. */
+export function startChat(name, onRefused) {
+  modelName = name;
+  onKeyRefused = onRefused;
   FORM.addEventListener("submit", event => {
     event.preventDefault();
-    if (isSendable()) send(modelName(), onKeyRefused);
+    const text = MESSAGE.value;
+    // Results of calls may go without a message.
+    if (!text.trim() && !current().branch.at(-1)?.calls?.length) return MESSAGE.focus();
+    MESSAGE.value = "";
+    ask(current().ask(text, isChat()), text);
   });
   FORM.addEventListener("invalid", () => { byId("settings").open = true; }, true);
-  FORM.addEventListener("input", () => { saveSettings(); showEmptiness(); });
-  byId("message").addEventListener("keydown", event => {
+  MESSAGE.addEventListener("keydown", event => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    FORM.requestSubmit();
+    if (!stopper) FORM.requestSubmit();
   });
-  byId("stop").addEventListener("click", () => stopper?.abort());
-  byId("clear").addEventListener("click", () => {
-    stopper?.abort();
-    conversation.clear();
-    LIST.replaceChildren();
-    shownTurns = [];
-    showEmptiness();
-  });
-  byId("markdown").addEventListener("change", () => {
-    for (const turn of shownTurns) turn.update(true);
-    saveSettings();
-  });
+  // While an answer runs the button submits nothing, so Enter in a field of the settings does not stop it.
+  byId("send").addEventListener("click", () => stopper?.abort());
+  addEventListener("keydown", event => { if (event.key === "Escape") stopper?.abort(); });
+  byId("markdown").addEventListener("change", () => { for (const turn of shown.values()) turn.update(true); });
+  startTooltip(LIST);
+  document.addEventListener("language", () => { for (const turn of shown.values()) turn.update(true); });
   LIST.addEventListener("click", event => {
     const button = event.target.closest(".copy-code");
     if (button) copyFor(button, button.closest(".code").querySelector("code").textContent);
   });
-  byId("show-drafts").addEventListener("change", event => {
-    byId("chat").classList.toggle("with-drafts", event.target.checked);
-    saveSettings();
-  });
-  addEventListener("pagehide", () => {
-    if (stopper) conversation.turns.at(-1).note = "interrupted by a reload";
-    conversation.save();
-  });
+  const showDrafts = () => byId("chat").classList.toggle("with-drafts", byId("show-drafts").checked);
+  byId("show-drafts").addEventListener("change", showDrafts);
+  showDrafts();
+  addEventListener("pagehide", () => { if (stopper) keep(current()); });
+  return startLibrary(open);
 }
 
-function add(turn) {
-  shownTurns.push(turn);
-  LIST.append(turn.box);
-}
-
-const isSendable = () => stopper === null && byId("message").value.trim() !== "";
-
-function showEmptiness() {
-  byId("send").disabled = !isSendable();
-  byId("stop").disabled = stopper === null;
-  byId("clear").disabled = !conversation.turns.length;
-  byId("welcome").hidden = conversation.turns.length > 0;
-}
-
-async function send(model, onKeyRefused) {
-  stopper = new AbortController();
-  const isChat = byId("kind").value === "chat";
-  const answer = conversation.ask(byId("message").value, isChat);
-  const turns = conversation.turns.slice(-2).map(turn => new Turn(turn));
-  const shownTurn = turns[1];
-  turns.forEach(add);
+/** Show another conversation; an answer that runs ends. */
+function open() {
+  stopper?.abort();
+  byId("problem").textContent = "";
+  draw();
   showEnd();
-  LIST.setAttribute("aria-busy", "true");
-  byId("message").value = byId("problem").textContent = "";
-  showEmptiness();
+}
+
+/** Let one button send or stop: stop is what aborts the answer that runs, null without one. */
+function setStopper(stop) {
+  stopper = stop;
+  byId("send").textContent = stop ? "Stop" : "Send";
+  byId("send").type = stop ? "button" : "submit";
+  LIST.setAttribute("aria-busy", String(stop !== null));
+}
+
+/** Show the turns of the current branch; elements of turns that stay are the same ones. */
+function draw() {
+  const talk = current(), turns = talk.branch.map(turn => shown.get(turn) ?? drawn(turn));
+  shown = new Map(turns.map(one => [one.turn, one]));
+  turns.forEach((one, i) => {
+    one.showVersions(talk.versions(one.turn));
+    if (LIST.children[i] !== one.box) LIST.insertBefore(one.box, LIST.children[i] ?? null);
+  });
+  while (LIST.children.length > turns.length) LIST.lastChild.remove();
+  byId("welcome").hidden = turns.length > 0;
+  byId("legend").hidden = !turns.length;
+}
+
+function drawn(turn) {
+  const made = new Turn(turn, does);
+  if (turn === running) made.update(true);
+  else made.finish();
+  return made;
+}
+
+/** Ask for the answer to a text, which returns to its field if nothing was answered. */
+async function ask(answer, text) {
+  const talk = current();
+  await run(answer);
+  if (!talk.turns.includes(answer)) MESSAGE.value ||= text;
+}
+
+/** Ask for the answer that the current conversation waits for. */
+async function run(answer) {
+  const talk = current(), stop = new AbortController();
+  const path = answer.isText ? "v1/completions" : "v1/chat/completions";
+  let keptAt = performance.now();
+  setStopper(stop);
+  running = answer;
+  byId("problem").textContent = "";
+  answer.note = INTERRUPTED;
+  draw();
+  showEnd();
+  keep(talk);
+  const box = shown.get(answer);
   try {
-    for await (const chunk of stream(isChat ? "v1/chat/completions" : "v1/completions", bodyOf(model, isChat), stopper.signal)) {
-      take(chunk, answer);
-      shownTurn.updateSoon();
+    const body = bodyOf(modelName(), talk);
+    for await (const chunk of stream(path, body, stop.signal)) {
+      take(chunk, answer, body.speculation.enabled);
+      box.updateSoon();
+      if (performance.now() < keptAt + KEEP_MS) continue;
+      keptAt = performance.now();
+      keep(talk);
     }
+    if (answer.note === INTERRUPTED) answer.note = "";
   } catch (error) {
     answer.note = error.name === "AbortError" ? "stopped" : error.message;
-    if (!answer.steps.length) takeBack(turns, error);
     if (error instanceof KeyRefused) onKeyRefused(error);
+    if (!answer.text && !answer.thought && !answer.calls.length && talk === current()) {
+      talk.takeBack(); // nothing was answered: the conversation is as before
+      byId("problem").textContent = error.name === "AbortError" ? "" : error.message;
+    }
   }
-  stopper = null;
-  LIST.setAttribute("aria-busy", "false");
-  followEnd(() => shownTurn.finish());
-  conversation.save();
-  showEmptiness();
+  if (stopper === stop) setStopper(null);
+  if (running === answer) running = null;
+  draw();
+  followEnd(() => box.finish());
+  keep(talk);
 }
 
 /** Pixels that the list has to scroll to show the end of the last answer; the drawings of its steps follow below. */
@@ -120,157 +165,24 @@ function followEnd(grow) {
   if (isAtEnd) showEnd();
 }
 
-/** Nothing was answered: the message can be changed and sent again. */
-function takeBack(turns, error) {
-  if (!conversation.turns.length) return; // cleared meanwhile
-  const asked = conversation.takeBack();
-  byId("message").value ||= asked;
-  for (const turn of turns) turn.box.remove();
-  shownTurns = shownTurns.filter(turn => !turns.includes(turn));
-  byId("problem").textContent = error.name === "AbortError" ? "" : error.message;
-}
-
-function bodyOf(model, isChat) {
-  const body = {
-    model, stream: true, metrics: true, temperature: +byId("temperature").value, 
-    speculation: {enabled: byId("speculate").checked, return_drafts: true},
-  };
-  if (byId("length").value) body.max_tokens = +byId("length").value;
-  else if (!isChat) body.max_tokens = ROOM_LEFT;
-  if (byId("seed").value) body.seed = +byId("seed").value;
-  if (byId("chains").value) body.speculation.num_drafts = +byId("chains").value;
-  if (byId("depth").value) body.speculation.draft_length = +byId("depth").value;
-  if (isChat) body.messages = conversation.messages(byId("system").value.trim() && byId("system").value);
-  else body.prompt = conversation.turns.at(-2).text;
-  return body;
-}
-
-function take(chunk, answer) {
+/** Add what a chunk of a stream has to an answer. isEnabled: drafts were asked for. */
+function take(chunk, answer, isEnabled) {
   for (const choice of chunk.choices) {
     answer.text += choice.text ?? choice.delta?.content ?? "";
     answer.thought += choice.delta?.reasoning_content ?? "";
+    for (const call of choice.delta?.tool_calls ?? []) addCall(answer.calls, call);
     answer.steps.push(...choice.drafts ?? []);
     if (choice.finish_reason === "length") answer.note = "ended at its largest number of tokens";
   }
-  if (chunk.metrics) answer.metrics = chunk.metrics;
-}
-
-/** One turn's elements. */
-class Turn {
-  constructor(turn) {
-    this.turn = turn;
-    this.box = element("article", "turn " + (turn.role === "user" ? "user" : "assistant"));
-    this.box.append(element("h3", "", turn.role === "user" ? "You" : "Model"));
-    this.text = element("div", "text");
-    this.text.dir = "auto";
-    if (turn.role === "user") {
-      this.text.textContent = turn.text;
-      this.box.append(this.text);
-      return;
-    }
-    this.thought = element("div", "text thought");
-    this.thought.dir = "auto";
-    this.origins = element("p", "origins");
-    this.summary = element("p", "summary");
-    this.steps = element("div", "steps");
-    this.steps.tabIndex = 0;
-    this.copy = element("button", "quiet", "Copy");
-    this.copy.type = "button";
-    this.copy.addEventListener("click", () => copyFor(this.copy, this.turn.text));
-    this.box.append(this.thought, this.text, this.origins, element("div", "foot", null, this.copy, this.summary), this.steps);
-    this.numDrawn = 0;
-    this.timer = null;
-    this.pauseMs = LEAST_PAUSE_MS;
-    this.update(true);
-    if (stopper === null) this.finish();
-  }
-
-  /** Show what the answer has grown by, after a pause that grows with what a drawing takes. */
-  updateSoon() {
-    this.timer ??= setTimeout(() => {
-      const began = performance.now();
-      followEnd(() => this.update(false));
-      this.pauseMs = Math.max(LEAST_PAUSE_MS, PAUSE_FACTOR * (performance.now() - began));
-      this.timer = null;
-    }, this.pauseMs);
-  }
-
-  /** Show what the answer has grown by; isWhole: draw all of it again. */
-  update(isWhole) {
-    if (this.turn.role === "user") return;
-    const {steps, isText} = this.turn;
-    // Only beside drafted tokens does the colour of the target's own tokens say something.
-    this.box.classList.toggle("has-drafts", steps.some(step => step.num_accepted > 0));
-    paint(this, this.turn, byId("markdown").checked && !isText, isWhole);
-    for (; this.numDrawn < steps.length; this.numDrawn++)
-      this.steps.append(drawStep(this.numDrawn + 1, steps[this.numDrawn]));
-  }
-
-  /** Show the figures of the whole answer. */
-  finish() {
-    clearTimeout(this.timer);
-    this.update(true);
-    const {metrics, note, steps, text, thought} = this.turn;
-    const counts = countsOf(steps).filter(one => one.count);
-    this.origins.replaceChildren(...counts.map(one => element("span", "origin " + style(one.draft), `${nameOf(one)}: ${one.count}`)));
-    this.summary.textContent = [note || (text + thought ? "" : "empty answer"), ...figures(metrics)].filter(Boolean).join(" · ");
-    this.copy.hidden = !text;
-  }
-}
-
-const nameOf = ({draft, drafter}) =>
-  draft === 0 ? "target's own" : drafter === "model" ? `draft ${draft}` : `draft ${draft} (${drafter})`;
-
-function figures(metrics) {
-  if (!metrics) return [];
-  const counts = metrics.speculative_decoding;
-  const shared = [shown(metrics.tokens_per_second, 0) + " tokens/s"];
-  if (!counts) return [...shared, "no drafts"];
-  return [...shared, shown(counts.tokens_per_pass) + " tokens per pass",
-    shown(counts.mean_acceptance_length) + " in passes with drafts",
-    counts.speedup == null ? "" : shown(counts.speedup) + "× plain decoding", "rule " + counts.rule];
+  if (!chunk.metrics) return;
+  answer.metrics = chunk.metrics;
+  answer.whyPlain = reason(isEnabled, serverSpeculation(), chunk.metrics);
 }
 
 /** Suggest a first message and say what the model is, if it is the demonstration pair. */
 export function introduce(model) {
   const isDemo = model === "polydraft-demo";
   byId("demo-note").hidden = !isDemo;
-  if (!isDemo || conversation.turns.length || byId("message").value) return;
-  byId("message").value = "I would like to book a table for two tonight.";
-  showEmptiness();
-}
-
-/** Put a text into the clipboard, and say so on the button. */
-async function copyFor(button, text) {
-  await copied(text);
-  button.textContent = "Copied";
-  setTimeout(() => { button.textContent = "Copy"; }, 1500);
-}
-
-/** Put a text into the clipboard, also where the page is not served over TLS. */
-async function copied(text) {
-  if (navigator.clipboard) return navigator.clipboard.writeText(text);
-  const area = element("textarea");
-  area.value = text;
-  document.body.append(area);
-  area.select();
-  document.execCommand("copy");
-  area.remove();
-}
-
-const fields = () => [...FORM.querySelectorAll("[data-stored]"), byId("show-drafts"), byId("markdown")];
-
-function saveSettings() {
-  const values = fields().map(field => [field.id, field.type === "checkbox" ? field.checked : field.value]);
-  sessionStorage.setItem(SETTINGS, JSON.stringify(Object.fromEntries(values)));
-}
-
-function readSettings() {
-  const read = JSON.parse(sessionStorage.getItem(SETTINGS) ?? "{}");
-  for (const field of fields()) {
-    if (!(field.id in read)) continue;
-    if (field.type === "checkbox") field.checked = read[field.id];
-    else field.value = read[field.id];
-  }
-  byId("chat").classList.toggle("with-drafts", byId("show-drafts").checked);
+  if (!isDemo || current().turns.length || MESSAGE.value) return;
+  MESSAGE.value = "I would like to book a table for two tonight.";
 }

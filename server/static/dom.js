@@ -13,6 +13,30 @@ export function element(tag, name = "", text = null, ...children) {
   return made;
 }
 
+/** A button that submits nothing. */
+export function button(text, onClick, label = "") {
+  const made = element("button", "quiet", text);
+  made.type = "button";
+  if (label) made.setAttribute("aria-label", label);
+  made.addEventListener("click", onClick);
+  return made;
+}
+
+/** Put a text into the clipboard, also where the page is not served over TLS, and say so on the button. */
+export async function copyFor(pressed, text) {
+  if (navigator.clipboard) await navigator.clipboard.writeText(text);
+  else {
+    const area = element("textarea");
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  pressed.textContent = "Copied";
+  setTimeout(() => { pressed.textContent = "Copy"; }, 1500);
+}
+
 /** Make an element's children, from a number on, these nodes. Equal ones stay, and what is selected in them. */
 export function patch(shown, nodes, first = 0) {
   nodes.forEach((node, i) => {

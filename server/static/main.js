@@ -4,6 +4,7 @@ import {introduce, startChat} from "./chat.js";
 import {byId} from "./dom.js";
 import {look, modelName, watch} from "./monitor.js";
 import {KeyRefused, setKey} from "./server.js";
+import {startSettings} from "./settings.js";
 
 let isIntroduced = false;
 
@@ -27,5 +28,22 @@ byId("key-row").addEventListener("submit", event => {
   look(onState, onError);
 });
 
-startChat(modelName, onError);
+/** On a narrow window one part of the page is shown at a time, and the facts of the server are folded. */
+function startTabs() {
+  const wide = matchMedia("(min-width: 1100px)"), fold = () => { byId("facts").open = wide.matches; };
+  wide.addEventListener("change", fold);
+  fold();
+  byId("tabs").addEventListener("click", event => showTab(event.target.dataset.tab));
+  byId("talks").addEventListener("click", event => { if (event.target.closest("#new, #talks-list button")) showTab("chat"); });
+}
+
+function showTab(name) {
+  if (!name) return;
+  document.body.dataset.tab = name;
+  for (const tab of byId("tabs").children) tab.setAttribute("aria-current", String(tab.dataset.tab === name));
+}
+
+startSettings();
+startTabs();
+await startChat(modelName, onError);
 watch(onState, onError);

@@ -1,10 +1,12 @@
 // Markdown as elements. The parser finds ranges of the source; elements are made here, and every text is set as text.
 
 import {GFM, parser} from "@lezer/markdown";
+import {coloured} from "./code.js";
 import {element} from "./dom.js";
+import {FORMULAS, formula} from "./formulas.js";
 
 // Without headings that are underlined: each list after a line would be one until its first item has a text.
-const PARSER = parser.configure([GFM, {remove: ["SetextHeading"]}]);
+const PARSER = parser.configure([GFM, FORMULAS, {remove: ["SetextHeading"]}]);
 const MOST_NESTED = 40;
 const TAGS = {
   Paragraph: "p", Task: "span", Blockquote: "blockquote", BulletList: "ul", OrderedList: "ol", ListItem: "li",
@@ -62,6 +64,7 @@ class Writer {
     if (name === "Link" || name === "Image") return this.link(node, depth);
     if (name === "URL" || name === "Autolink") return this.address(node);
     if (name === "FencedCode" || name === "CodeBlock") return [this.code(node)];
+    if (name === "Formula") return [formula(this.source(node))];
     if (name === "Table") return [this.table(node, depth)];
     if (name === "HorizontalRule") return [element("hr")];
     if (name === "HardBreak" || (name === "HTMLTag" && /^<br ?\/?>$/i.test(this.source(node)))) return [element("br")];
@@ -103,11 +106,11 @@ class Writer {
   }
 
   code(node) {
-    const lines = node.getChildren("CodeText").flatMap(line => this.textOf(line.from, line.to));
-    const language = node.getChild("CodeInfo"), copy = element("button", "quiet copy-code", "Copy");
+    const lines = node.getChildren("CodeText").map(({from, to}) => ({from, to})), info = node.getChild("CodeInfo");
+    const language = info ? this.source(info) : "", copy = element("button", "quiet copy-code", "Copy");
     copy.type = "button";
-    const bar = element("div", "code-bar", null, element("span", "", language && this.source(language)), copy);
-    const code = element("pre", "", null, element("code", "", null, ...lines));
+    const bar = element("div", "code-bar", null, element("span", "", language), copy);
+    const code = element("pre", "", null, element("code", "", null, ...coloured(this.text, lines, language, this.textOf)));
     code.tabIndex = 0;
     return element("div", "code", null, bar, code);
   }

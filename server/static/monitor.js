@@ -3,12 +3,14 @@
 import {drawChart} from "./charts.js";
 import {byId, counted, element, shown} from "./dom.js";
 import {state} from "./server.js";
+import {showDefaults} from "./settings.js";
 
 const SPAN_S = 180, NAME = "polydraft-totals";
 const TOTALS = ["tokens", "passes"];
-let seen = readSeen(), model = "";
+let seen = readSeen(), model = "", speculation = "";
 
 export const modelName = () => model;
+export const serverSpeculation = () => speculation;
 
 /** Ask for the state now, and every second from then on; onError(error) for each failure, onState() for each success. */
 export async function watch(onState, onError) {
@@ -41,6 +43,8 @@ function take(news) {
 }
 
 function showAbout(about) {
+  showDefaults(about.sampling);
+  speculation = about.speculation;
   byId("about").replaceChildren(...[
     ["speculation", about.speculation], ["dtype", `${about.dtype} on ${about.device}`],
     ["context", counted(about.max_model_len, "token")], ["version", about.version],
@@ -97,6 +101,9 @@ function showFigures() {
   byId("count-speedup").textContent = mean.timed ? `mean of ${counted(mean.timed, "token")}${rests}` : "no timed tokens yet";
   byId("tile-length").textContent = shown(mean.length);
   byId("count-length").textContent = mean.passes ? `mean of ${counted(mean.passes, "pass", "passes")}` : "no passes yet";
+  byId("figures").hidden = !(mean.tokens > 0);
+  byId("no-figures").hidden = mean.tokens > 0;
+  if (!(mean.tokens > 0)) return;
   drawChart(byId("chart-rate"), points, [["rate", "line-1"]], SPAN_S);
   drawChart(byId("chart-spec"), points, [["speedup", "line-1"], ["length", "line-2"]], SPAN_S);
 }
@@ -107,11 +114,7 @@ function showRequests(news) {
     shown(one.num_prompt_tokens, 0), shown(one.num_tokens, 0), shown(one.age_s, 1, " s"),
     shown(one.ttft_s == null ? null : 1000 * one.ttft_s, 0, " ms"), shown(one.tokens_per_pass), shown(one.speedup, 2, "×"),
   ].map(cell => element("td", "", cell))));
-  if (!rows.length) {
-    const cell = element("td", "dim", "none");
-    cell.colSpan = 7;
-    rows.push(element("tr", "", null, cell));
-  }
+  byId("running").hidden = !rows.length;
   byId("requests").replaceChildren(...rows);
   byId("more").textContent = news.num_requests > news.requests.length ? `the first ${news.requests.length} of ${news.num_requests}` : "";
 }

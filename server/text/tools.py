@@ -188,6 +188,17 @@ def template_message(message: Message, number: int) -> dict[str, Any]:
     return result
 
 
+def whole_arguments(arguments: str) -> dict[str, Any]:
+    """Return a call's arguments as an object; truncated arguments become one text in an object."""
+    try:
+        value = msgspec.json.decode(arguments or "{}")
+    except (ValueError, RecursionError):
+        return {PARTIAL_JSON: arguments}
+    if not isinstance(value, dict):
+        return {PARTIAL_JSON: arguments}
+    return value
+
+
 def _arguments(call: MadeCall) -> dict[str, Any]:
     """Return a call's arguments, which are sent as a string, as an object for templates.
 

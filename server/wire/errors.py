@@ -111,6 +111,11 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": fields}
 
 
+def ollama_error(error: ApiError) -> dict[str, Any]:
+    """Return an error in Ollama's format."""
+    return {"error": error.body.message}
+
+
 def responses_error(error: ApiError) -> dict[str, Any]:
     """Return the error of a response that had begun; its code is of OpenAI's short list."""
     code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")

@@ -159,7 +159,7 @@ class GenerationFields(Body):
     guided_choice: Any = None
     guided_grammar: Any = None
 
-    # Fields that do not affect an answer. Nothing is stored, and there is one tier.
+    # Fields that do not affect an answer. There is one tier.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -315,6 +315,8 @@ class ChatRequest(GenerationFields):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required", "any"] | NamedChoice | AllowedTools | None = None
     """Functions that the model may call; `none` hides them; `any` is Mistral's `required`."""
+    attachment_placeholders: bool | None = None
+    """Whether images and files in results of tools and earlier turns become placeholders."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls."""
     # Known and not supported.
@@ -362,6 +364,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    attachment_placeholders: bool | None = None
     return_token_strs: bool = False
 
 

@@ -24,7 +24,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
 VERSION = "1.32"
 # Resources of operators, whose schemas come with them.
-OF_OPERATORS = {"ServiceMonitor", "PrometheusRule"}
+OF_OPERATORS = {"ServiceMonitor", "PrometheusRule", "ScaledObject"}
 # Where others than the daemon write.
 FOLDERS = {"hf_home", "numba_cache_dir", "triton_cache_dir"}
 LABELS = {"app.kubernetes.io/name": "polydraft"}
@@ -102,6 +102,26 @@ def test_the_autoscaler_counts_waiting_requests_and_alone_says_how_many() -> Non
     assert objects["ServiceMonitor"]["spec"]["selector"]["matchLabels"] == LABELS
     ports = {port["name"] for port in objects["Service"]["spec"]["ports"]}
     assert objects["ServiceMonitor"]["spec"]["endpoints"][0]["port"] in ports
+
+
+def test_keda_counts_waiting_requests_and_pods_share_the_weights() -> None:
+    objects = rendered("keda")
+    deployment = objects["Deployment"]
+    assert "replicas" not in deployment["spec"]
+    scaled = objects["ScaledObject"]["spec"]
+    assert scaled["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    assert scaled["minReplicaCount"] == 1
+    (trigger,) = scaled["triggers"]
+    assert trigger["metadata"]["query"] == "sum(polydraft_num_requests_waiting)"
+    claim = objects["PersistentVolumeClaim"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    pod = deployment["spec"]["template"]["spec"]
+    claims = {volume["name"]: volume.get("persistentVolumeClaim") for volume in pod["volumes"]}
+    assert claims["weights"] == {"claimName": claim["metadata"]["name"]}
+    (container,) = pod["containers"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    values = {one["name"]: one.get("value") for one in container["env"]}
+    assert mounts["weights"] == values["HF_HOME"]
 
 
 def test_the_operators_alerts_are_those_of_prometheus() -> None:

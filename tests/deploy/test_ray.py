@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 from ray.exceptions import ActorDiedError
 from starlette.requests import Request
+from starlette.responses import StreamingResponse
 
 from deploy.ray_app import SUPERVISED, Front, Options, Replica, daemon_arguments, rest_of
 from deploy.ray_call import ReplicaCall, prefix_of, repeatable
@@ -156,22 +157,42 @@ def test_a_large_body_is_not_read_to_its_end() -> None:
     assert json.loads(bytes(answer.body))["error"]["type"] == "request_too_large"
 
 
-def test_a_broken_stream_of_responses_goes_on_counting() -> None:
+def end_of_broken(path: str, *chunks: bytes) -> str:
+    """The last chunk of a stream whose replica ends after some chunks."""
+
     class Broken:
         async def __aiter__(self) -> Any:
-            yield b'event: response.in_progress\ndata: {"sequence_number": 1}\n\n'
+            for chunk in chunks[1:]:
+                yield chunk
             raise ActorDiedError
 
         def cancel(self) -> None:
             pass
 
     async def read() -> list[bytes]:
-        first = b'event: response.created\ndata: {"sequence_number": 0}\n\n'
-        return [chunk async for chunk in rest_of(ReplicaCall("POST", "/v1/responses", [], b""), first, Broken())]
+        return [chunk async for chunk in rest_of(ReplicaCall("POST", path, [], b""), chunks[0], Broken())]
 
-    last = asyncio.run(read())[-1].decode().splitlines()
+    return asyncio.run(read())[-1].decode()
+
+
+def test_a_broken_stream_of_responses_goes_on_counting() -> None:
+    created = b'event: response.created\ndata: {"sequence_number": 0}\n\n'
+    in_progress = b'event: response.in_progress\ndata: {"sequence_number": 1}\n\n'
+    last = end_of_broken("/v1/responses", created, in_progress).splitlines()
     assert last[0] == "event: error"
     assert json.loads(last[1].removeprefix("data: "))["sequence_number"] == 2
+
+
+def test_a_stream_of_lines_is_passed_on_in_pieces_and_ends_with_an_error_line() -> None:
+    assert "the replica ended" in json.loads(end_of_broken("/api/chat", b'{"done":false}\n'))["error"]
+
+    async def lines() -> Any:
+        yield 200, [("content-type", "application/x-ndjson")]
+        yield b'{"done":false}\n'
+
+    front = Front(SimpleNamespace(options=lambda **_: None), 2500)  # type: ignore[arg-type]
+    answer = asyncio.run(front._respond(ReplicaCall("POST", "/api/chat", [], b""), lines()))
+    assert isinstance(answer, StreamingResponse)
 
 
 def test_options_come_from_a_shell_or_from_yaml() -> None:

@@ -26,6 +26,8 @@ from tests.server.daemon_process import free_port, wait_until
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERSION = PROJECT["version"]
+RELEASES = re.findall(r"^## (\d\S*) \(\d{4}-\d{2}-\d{2}\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+"""Released versions, the newest first."""
 BUILT_FROM = ("polydraft", *PACKAGES, "pyproject.toml", "README.md", "LICENSE")
 
 
@@ -69,10 +71,11 @@ def metadata_of(wheel: Path) -> email.message.Message:
 
 @pytest.mark.slow
 def test_the_wheel_has_the_files_of_the_packages_and_no_others(wheel: Path) -> None:
-    """Every tracked file of the packages but what deploys containers; no test, no page."""
+    """Every tracked file of the packages but what deploys containers, and texts of prompts."""
     packed = {name for name in names_in(wheel) if ".dist-info/" not in name}
     expected = set(tracked("polydraft", *PACKAGES))
     expected -= {name for name in expected if name.startswith("deploy/") and not name.endswith(".py")}
+    expected -= {name for name in expected if name.startswith("loadtest/prompts/")}
     assert packed == expected
     served = {"server/static/page.html", "server/static/lezer/common.LICENSE", "server/templates/gemma-tools.jinja"}
     pair = {
@@ -87,8 +90,9 @@ def test_the_metadata_is_that_of_the_project(wheel: Path) -> None:
     assert wheel.name == f"polydraft-{VERSION}-py3-none-any.whl"
     metadata = metadata_of(wheel)
     assert (metadata["Name"], metadata["Version"]) == ("polydraft", VERSION)
-    assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata.get_all("License-File") == ["LICENSE"]
+    assert metadata["License-Expression"] == "Apache-2.0 AND MIT"
+    licences = {"LICENSE", *(name for name in tracked("server/static") if name.endswith(".LICENSE"))}
+    assert set(metadata.get_all("License-File", [])) == licences
     assert read(wheel, "licenses/LICENSE") == (ROOT / "LICENSE").read_text()
     assert set(metadata["Requires-Python"].split(",")) == set(PROJECT["requires-python"].split(","))
     classifiers = metadata.get_all("Classifier", [])
@@ -120,14 +124,16 @@ def test_versions_in_deployments_are_those_of_the_release() -> None:
     ]
     texts = "\n".join(path.read_text() for path in manifests if path.suffix in (".yaml", ".md"))
     images = re.findall(r"(?:image: |docker build -t )polydraft:?(\S*)", texts)
-    assert {image.partition("-")[0] for image in images} == {VERSION}
+    assert {image.partition("-")[0] for image in images} == {RELEASES[0]}
     assert len(images) == 5
 
 
 def test_the_changelog_has_the_release_below_what_is_unreleased() -> None:
+    """Between two releases the version is that of the next one, with `.dev0` at its end."""
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "Unreleased"
-    assert re.fullmatch(rf"{re.escape(VERSION)} \(\d{{4}}-\d{{2}}-\d{{2}}\)", headings[1])
+    numbers = [tuple(map(int, text.removesuffix(".dev0").split("."))) for text in (VERSION, RELEASES[0])]
+    assert RELEASES[0] == VERSION or (VERSION.endswith(".dev0") and numbers[0] > numbers[1])
 
 
 @pytest.fixture(scope="module")

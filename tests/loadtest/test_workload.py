@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loadtest import workload
-from loadtest.cli import parser
+from loadtest.cli import main, parser
 from loadtest.workload import TASKS, Prompt, load
 
 
@@ -32,6 +32,16 @@ def test_a_file_gives_its_records_in_turn(tmp_path: Path) -> None:
         Prompt("/v1/completions", {"prompt": "upon\u2028a"}),
     ]
     assert parser().parse_args(["--tasks", f"dialogues,{file}"]).tasks == ["dialogues", str(file)]
+
+
+def test_a_package_without_the_texts_says_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(workload, "__file__", str(tmp_path / "workload.py"))
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert "run it from a clone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,8 @@ def window(
         page.fill("#message", message)
         page.press("#message", "Enter")
         expect(page.locator(".assistant")).to_have_count(number + 1)
-        expect(page.locator("#stop")).to_be_disabled()
+        expect(page.locator("#send")).to_have_text("Send")
     page.wait_for_timeout(1500)
-    page.evaluate("scrollTo(0, 0)")
     picture = Image.open(BytesIO(page.screenshot()))
     page.close()
     return picture

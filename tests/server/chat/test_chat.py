@@ -6,6 +6,8 @@ import io
 import json
 import random
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +18,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 
 from server.chat.conversation import ChatError, Conversation, client_of, served_model
 from server.chat.origin import ACCEPTED, OWN, UNKNOWN, Origins
-from server.chat.terminal import Terminal, main
+from server.chat.terminal import Terminal, _fitting, _whole_message, main
 from tests.wrong import instead
 
 
@@ -160,3 +162,49 @@ def test_without_a_terminal_or_a_daemon_it_says_what_to_do(capsys: pytest.Captur
     assert "needs a terminal" in capsys.readouterr().err
     with client_of("http://127.0.0.1:9") as client, pytest.raises(ChatError, match="start one: polydraft serve"):
         served_model(client, None, lambda: None)
+
+
+def said(conversation: Conversation, *commands: str) -> str:
+    """What the terminal shows for some commands."""
+    written = io.StringIO()
+    with create_app_session(output=Vt100_Output(written, lambda: Size(24, 80), term="xterm")):
+        for command in commands:
+            Terminal(conversation)._command(*command.split(maxsplit=1))
+    return written.getvalue()
+
+
+def test_settings_are_set_and_removed(conversation: Conversation) -> None:
+    said(conversation, "/set temperature 0.5", '/set stop ["a", "b"]', "/set reasoning_effort high", "/set seed")
+    assert conversation.body().items() > {"temperature": 0.5, "stop": ["a", "b"], "reasoning_effort": "high"}.items()
+    assert "seed" not in conversation.body()
+    assert "did you mean temperature" in said(conversation, "/set temprature 1")
+    assert "temperature 0.5" in said(conversation, "/set")
+
+
+def test_a_saved_conversation_goes_on(conversation: Conversation, tmp_path: Path) -> None:
+    path = tmp_path / "a talk.json"
+    conversation.system, conversation.messages = "Be brief.", [{"role": "user", "content": "\u00e9"}]
+    said(conversation, f"/save {path}")
+    saved = conversation.body()
+    conversation.clear()
+    conversation.system, conversation.options = "", {}
+    assert "1 messages are loaded" in said(conversation, f"/load {path}")
+    assert conversation.body() == saved
+    path.write_text('{"messages": [5]}')
+    assert "not a conversation" in said(conversation, f"/load {path}")
+    assert "cannot be written" in said(conversation, f"/save {tmp_path}")
+    assert conversation.body() == saved
+
+
+def test_lines_between_quotes_are_one_message() -> None:
+    lines = iter(['"""a', " b ", "", 'c"""', '"""d"""', '  e "" '])
+    read = partial(_whole_message, lambda *_: next(lines))
+    assert [read(), read(), read()] == ["a\n b\n\nc", "d", 'e ""']
+
+
+def test_the_status_fits_the_terminal() -> None:
+    parts = ["m" * 20, "speculation on", "no drafts"]
+    assert _fitting(parts, 60) == f"{parts[0]} · speculation on · no drafts"
+    assert _fitting(parts, 40) == f"{parts[0]} · speculation on"
+    assert _fitting(parts, 10) == "m" * 9 + "…"
+    assert _fitting(["模型模型", "x"], 5) == "模型…"

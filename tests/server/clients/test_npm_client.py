@@ -6,6 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.server.daemon_process import MODEL, Daemon, Daemons
@@ -56,3 +57,23 @@ def test_the_javascript_client_runs_a_batch(daemons: Daemons, pair_arguments: li
     assert [(fault["custom_id"], fault["response"]["status_code"]) for fault in found["faults"]] == [("bad", 400)]
     assert found["listed"] == [found["id"]]
     assert found["deleted"] is True
+
+
+@installed
+def test_the_ai_sdk_goes_on_with_kept_responses(
+    daemons: Daemons, pair_arguments: list[str], tmp_path: Path, http: httpx.Client
+) -> None:
+    """The answers are those to the whole conversation."""
+    daemon = daemons.get(*pair_arguments, "--no-calibrate", "--batch-folder", str(tmp_path / "responses"))
+    command = ["node", "ai_sdk_responses.mjs", daemon.url, MODEL]
+    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "item_reference" in found["kinds"]
+    turns: list[dict[str, str]] = []
+    for question, text in zip(("Hello.", "A story, please.", "And its end?"), found["texts"], strict=True):
+        turns.append({"role": "user", "content": question})
+        whole = {"model": MODEL, "input": turns, "max_output_tokens": 6, "temperature": 0}
+        (item,) = http.post("/v1/responses", json=whole).json()["output"]
+        assert item["content"][0]["text"] == text
+        turns.append({"role": "assistant", "content": text})

@@ -234,6 +234,20 @@ def test_a_hub_that_does_not_answer_is_not_needed_for_a_cached_model(
         assert "check the name and the network" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("llama3.2:3b", "a name of Ollama's library"),
+        ("hf.co/owner/model-GGUF:Q4_K_M", "named without its address: owner/model-GGUF:Q4_K_M"),
+        ("https://huggingface.co/owner/model", "named without its address: owner/model"),
+        ("s3://bucket/model", "download the model"),
+    ],
+)
+def test_names_of_other_servers_are_explained(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_source(name)
+
+
 def test_offline_names_that_are_not_cached_are_explained(models: TinyModels) -> None:
     with pytest.raises(ConfigError, match=r"nobody/model: .*which alone is asked with HF_HUB_OFFLINE; name a folder"):
         check_source("nobody/model")

@@ -41,6 +41,11 @@ def test_a_daemon_names_its_page_and_its_api(daemon: Daemon) -> None:
     assert f"page: {daemon.url}/; API: {daemon.url}/v1, described at {daemon.url}/docs" in daemon.log
 
 
+def test_a_log_that_is_no_terminal_has_no_loading_bars(daemon: Daemon) -> None:
+    assert "engine: loading target" in daemon.log
+    assert "Loading weights" not in daemon.log
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
 def test_an_address_of_all_interfaces_is_one_that_can_be_opened(host: str) -> None:
     assert reachable(f"https://{host}:8000") == "https://localhost:8000"

@@ -60,7 +60,7 @@ def test_the_description_has_the_errors_that_are_sent(daemon: Daemon) -> None:
     statuses = {path: set(found["responses"]) for path, methods in paths.items() for found in methods.values()}
     assert not any("422" in found for found in statuses.values())
     posts = [path for path, methods in paths.items() if "post" in methods]
-    assert [statuses[path] for path in posts] == [{"200", *"400 401 404 413 415 429 500 503".split()}] * 10
+    assert [statuses[path] for path in posts] == [{"200", *"400 401 404 413 415 429 500 503".split()}] * 14
     message = paths["/v1/messages"]["post"]["responses"]["400"]["content"]["application/json"]["schema"]["$ref"]
     assert message.endswith("/MessagesError")
     assert statuses["/v1/models/{name}"] == {"200", "401", "404", "503"}

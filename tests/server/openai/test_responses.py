@@ -13,7 +13,7 @@ import pytest
 
 from engine.api import Request
 from server.openai.response_tools import chat_tools, names_of
-from server.openai.responses import ResponsesRequest, ResponseWriter, as_chat
+from server.openai.responses import Record, ResponsesRequest, ResponseWriter, as_chat
 from server.serving.choice import CallPiece
 from server.serving.generation import Delta
 from tests.server.completions import SHAPES
@@ -194,7 +194,7 @@ def test_a_structured_answer_is_parsed(openai_client: openai.OpenAI) -> None:
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "namespace", "name": "x"}]}, "tools"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input"),
         ({"input": []}, "input"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
@@ -295,7 +295,7 @@ def test_text_right_behind_a_call_is_an_item_of_its_own() -> None:
         choices = (types.SimpleNamespace(finish_reason="stop", request=Request(request_id="x", prompt_token_ids=(1,))),)
 
     body = ResponsesRequest.model_validate({"model": "m", "input": "x"})
-    writer = ResponseWriter(body, Generated(), with_metrics=False)  # type: ignore[arg-type]
+    writer = ResponseWriter(Record(), body, Generated(), with_metrics=False)  # type: ignore[arg-type]
     writer.take(Delta(0, ["Well: ", CallPiece(0, "call_1", "f", '{"a":1')], None))
     events = writer.take(Delta(0, [CallPiece(0, None, None, "}"), " Hello"], None))
     assert [item["type"] for item in writer.output] == ["message", "function_call", "message"]

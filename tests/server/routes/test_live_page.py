@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import re
+from typing import NamedTuple
 
+import httpx
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
+from tests.server.browsing import add_to_bodies, bodies_of, let_answer, opened, send, set_up
 from tests.server.conftest import KEYS
 from tests.server.daemon_process import MODEL, Daemon
 
@@ -40,39 +40,9 @@ HOSTILE_MARKDOWN = [
     "[a](javascript:alert(1)) [b](data:text/html,x) <javascript:alert(2)> [c](/docs) [d](vbscript:x) [e](//evil.org)",
     "![i](https://evil.example/x.png) <img src=https://evil.example/y onerror=alert(3)> <a href='javascript:x'>z</a>",
     "<script>\nalert(4)\n</script>\n\n<svg onload=alert(5)>\n\n<style>* { display: none }</style>",
+    r"$\href{javascript:alert(8)}{x} \includegraphics{https://evil.example/z.png} \class{card}{y}$",
     "```<script>alert(6)</script>\n</code></pre><script>7</script>\n```\n\n| <b onclick=x>1</b> |\n|--|\n| &lt; |",
 ]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Debian's Chromium, without a window."""
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no Chromium on this machine: apt-get install chromium")
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield found
-        found.close()
-
-
-def opened(browser: Browser, url: str, path: str = "/", width: int = 1440) -> tuple[Page, list[str]]:
-    """Return (the page, its console, errors and requests elsewhere, which must stay empty)."""
-    page = browser.new_page(viewport={"width": width, "height": 900})
-    noted: list[str] = []
-    page.on("console", lambda message: noted.append(message.text))
-    page.on("pageerror", lambda error: noted.append(str(error)))
-    page.on("request", lambda request: request.url.startswith(url) or noted.append(request.url))
-    page.goto(url + path)
-    return page, noted
-
-
-def set_up(page: Page, **values: str) -> None:
-    """Fill in fields of the settings."""
-    page.click("#settings summary")
-    for name, value in values.items():
-        page.fill(f"#{name}", value)
-    page.click("#settings summary")
 
 
 class Link(NamedTuple):
@@ -88,30 +58,6 @@ def links_of(page: Page) -> list[Link]:
     return [Link(*one) for one in found]
 
 
-def add_to_bodies(page: Page, **fields: Any) -> None:
-    """Add fields to the requests that the page sends."""
-
-    def changed(route: Route) -> None:
-        route.continue_(post_data=json.dumps(json.loads(route.request.post_data or "") | fields))
-
-    page.route("**/v1/**", changed)
-
-
-def let_answer(page: Page, text: str) -> None:
-    """Let the model answer with a text."""
-    add_to_bodies(page, structured_outputs={"choice": [text]})
-
-
-def send(page: Page, text: str) -> str:
-    """Send a message by the keyboard, and wait for its answer; the answer's text."""
-    before = page.locator(".assistant").count()
-    page.fill("#message", text)
-    page.press("#message", "Enter")
-    expect(page.locator(".assistant")).to_have_count(before + 1)
-    expect(page.locator("#stop")).to_be_disabled()
-    return page.locator(".assistant .text:not(.thought)").last.text_content() or ""
-
-
 @pytest.mark.parametrize("width", [360, 1440])
 def test_a_conversation_survives_a_reload(browser: Browser, daemon: Daemon, width: int) -> None:
     """The second request has the first turn, the system prompt and the seed."""
@@ -119,9 +65,11 @@ def test_a_conversation_survives_a_reload(browser: Browser, daemon: Daemon, widt
     expect(page.locator("#status")).to_have_text("ready")
     expect(page.locator("#model")).to_have_text(MODEL)
     expect(page.locator("#about")).to_contain_text("bv_race, up to 4 drafts of 5 tokens")
-    bodies: list[dict[str, Any]] = []
-    page.on("request", lambda request: request.method == "POST" and bodies.append(json.loads(request.post_data or "")))
-    set_up(page, system="Be brief.", seed="7", length="12", chains="3", depth="3")
+    bodies = bodies_of(page)
+    defaults = httpx.get(f"{daemon.url}/dashboard/state").json()["about"]["sampling"]
+    for name, value in defaults.items():
+        expect(page.locator(f"#{name}")).to_have_attribute("placeholder", f"{value:g}")
+    set_up(page, system="Be brief.", seed="7", length="12", chains="3", depth="3", top_p="0.9")
     first = send(page, "hello")
     page.press("#message", "Enter")  # of an empty message
     second = send(page, "and then?")
@@ -129,6 +77,8 @@ def test_a_conversation_survives_a_reload(browser: Browser, daemon: Daemon, widt
     assert second
     assert len(bodies) == 2
     assert bodies[1]["seed"] == 7
+    assert bodies[1]["top_p"] == 0.9
+    assert not {"temperature", "top_k", "min_p", "repetition_penalty"} & set(bodies[1]), "the model's own defaults"
     assert [(one["role"], one["content"]) for one in bodies[1]["messages"]] == [
         ("system", "Be brief."),
         ("user", "hello"),
@@ -139,16 +89,10 @@ def test_a_conversation_survives_a_reload(browser: Browser, daemon: Daemon, widt
     shown = page.inner_text("#turns")
     page.reload()
     expect(page.locator("#status")).to_have_text("ready")
+    expect(page.locator(".assistant")).to_have_count(2)
     assert page.inner_text("#turns") == shown
     assert page.input_value("#system") == "Be brief."
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page is wider than the window"
-    if width == 360:
-        page.hover("#table")
-        page.mouse.wheel(200, 0)
-        expect(page.locator("#table")).not_to_have_js_property("scrollLeft", 0)
-    page.click("#clear")
-    page.reload()
-    assert page.locator(".turn").count() == 0
     assert noted == []
     page.close()
 
@@ -167,10 +111,17 @@ def test_steps_in_reading_order_are_the_answer(browser: Browser, daemon: Daemon)
     rows = page.locator(".step :is(.kept, .own) rect").evaluate_all("boxes => boxes.map(box => box.y.baseVal.value)")
     assert set(rows) == {3}, "what was emitted is the top line"
     coloured = page.evaluate(
-        "[...document.querySelectorAll('.assistant .text [class]')].map(s => s.textContent).join('')"
+        "[...document.querySelectorAll('.assistant .text [title]')].map(s => s.textContent).join('')"
     )
     assert coloured == answer
-    expect(page.locator(".summary")).to_contain_text("tokens per pass")
+    marked = page.locator(".assistant .text [class]").evaluate_all("spans => spans.map(span => span.className)")
+    assert all(name.startswith("draft-") for name in marked), "the target's own tokens are plain"
+    expect(page.locator(".figure")).to_have_text(re.compile(r"^[1-4]\.\d tokens per pass$"))
+    page.focus(".figure")
+    expect(page.locator("#tip")).to_contain_text("in passes with drafts")
+    expect(page.locator("#tip")).to_contain_text("the target's own: ")
+    page.keyboard.press("Escape")
+    expect(page.locator("#tip")).to_be_hidden()
     expect(page.locator("#count-length")).to_contain_text("mean of ")
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.click("text=Copy")
@@ -187,9 +138,11 @@ def test_an_answer_of_markup_stays_text(browser: Browser, daemon: Daemon) -> Non
     page.check("#show-drafts")
     assert send(page, HOSTILE) == HOSTILE
     for _ in range(2):
+        expect(page.locator(".assistant .foot")).to_be_visible()
         assert page.locator(".user .text").text_content() == HOSTILE
         assert page.locator(".assistant .text:not(.thought)").text_content() == HOSTILE
         assert page.locator("#turns script, #turns img").count() == 0
+        assert page.title() == "<script>alert(1)</script><img src=x onerror=aler · Polydraft"
         page.reload()
     assert noted == []
     page.close()
@@ -202,6 +155,7 @@ def test_markdown_runs_nothing_and_loads_nothing(browser: Browser, daemon: Daemo
     let_answer(page, text)
     send(page, "hello")
     for _ in range(2):
+        expect(page.locator(".assistant .foot")).to_be_visible()
         assert page.locator("#turns :is(script, img, style, svg:not(.step svg), [onclick], [onload], b)").count() == 0
         assert {link.protocol for link in links_of(page)} <= {"https:"}
         page.reload()
@@ -233,7 +187,9 @@ def test_an_answer_is_shown_as_markdown(browser: Browser, daemon: Daemon) -> Non
     }.items():
         assert (answer.locator(selector).first.text_content() or "").strip() == text, selector
     assert [link.href for link in links_of(page)] == ["https://example.org/a", "https://example.org/b"]
-    origins = answer.locator("pre code > [class]").all_text_contents()
+    expect(answer.locator(".tok-keyword")).to_have_text("if")
+    expect(answer.locator(".tok-string [title]")).not_to_have_count(0)
+    origins = answer.locator("pre code [title]").all_text_contents()
     assert "".join(origins) == answer.locator("pre code").text_content()
     answer.locator(".copy-code").click()
     expect(answer.get_by_role("button", name="Copied")).to_be_visible()
@@ -241,6 +197,7 @@ def test_an_answer_is_shown_as_markdown(browser: Browser, daemon: Daemon) -> Non
     page.uncheck("#markdown")
     assert answer.text_content() == MARKDOWN
     page.reload()
+    expect(answer).to_have_count(1)
     assert answer.text_content() == MARKDOWN
     page.select_option("#kind", "text", force=True)
     assert send(page, "hello") == MARKDOWN
@@ -277,8 +234,7 @@ def test_a_selection_stays_while_the_answer_grows(browser: Browser, daemon: Daem
 def test_finished_answer_stays_visible(browser: Browser, daemon: Daemon) -> None:
     """Without drafts its tokens have no colours."""
     page, noted = opened(browser, daemon.url)
-    bodies: list[dict[str, Any]] = []
-    page.on("request", lambda request: request.method == "POST" and bodies.append(json.loads(request.post_data or "")))
+    bodies = bodies_of(page)
     add_to_bodies(page, ignore_eos=True, max_tokens=130)
     page.check("#show-drafts")
     page.fill("#message", "hello")
@@ -288,13 +244,14 @@ def test_finished_answer_stays_visible(browser: Browser, daemon: Daemon) -> None
     for number in (1, 2):
         send(page, "hello\nyou")
         expect(page.locator(".step").last).not_to_be_in_viewport()
-        expect(page.locator(".summary").nth(number - 1)).to_be_in_viewport()
-        expect(page.locator(".has-drafts")).to_have_count(1)
+        expect(page.locator(".figure").nth(number - 1)).to_be_in_viewport()
         page.click("#settings summary")
         page.uncheck("#speculate")
         page.click("#settings summary")
     assert all("max_tokens" not in body for body in bodies), "an answer may use the room in the context"
     assert bodies[1]["messages"][0]["content"] == "hello\nyou"
+    expect(page.locator(".figure").last).to_have_text("no drafts: they are switched off in the settings")
+    assert page.locator(".assistant").last.locator("[class^=draft]").count() == 0
     page.wait_for_timeout(1500)
     expect(page.locator("#tile-rate")).not_to_have_text("0")
     assert not page.is_visible("#demo-note"), "of another model"
@@ -315,7 +272,10 @@ def test_a_refused_message_can_be_sent_again(browser: Browser, daemon: Daemon) -
     add_to_bodies(page, ignore_eos=True)
     page.press("#message", "Enter")
     expect(page.locator(".assistant .text [class]").first).to_be_visible()
-    page.click("#stop")
+    expect(page.locator("#send")).to_have_text("Stop")
+    page.press("#message", "Enter")
+    page.click("#send")
+    expect(page.locator("#send")).to_have_text("Send")
     expect(page.locator(".summary")).to_contain_text("stopped")
     assert page.locator(".assistant .text:not(.thought)").text_content()
     page.close()

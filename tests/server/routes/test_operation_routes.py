@@ -11,6 +11,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from server import version
 from server.app import build_app
 from server.serving.engine_client import EngineClient
 from server.serving.metrics import ServerMetrics
@@ -18,8 +19,8 @@ from server.serving.observer import Observer
 from server.settings.settings import Serve
 from server.state import Server
 from server.text.tokenizer import GenerationDefaults, Tokenizer
-from server.version import VERSION
-from tests.server.daemon_process import MODEL
+from server.version import COMMIT, VERSION
+from tests.server.daemon_process import MODEL, ROOT
 from tests.server.good_bodies import error_of
 from tests.server.tiny_models import BOS, MAX_POSITIONS, VOCAB_SIZE
 
@@ -101,9 +102,12 @@ def test_request_without_a_model_gets_the_served_one(http: httpx.Client, path: s
     assert error_of(http.post(path, json={**body, "model": "another"}), 404)["code"] == "model_not_found"
 
 
-def test_version_is_reported(http: httpx.Client) -> None:
-    """The version of the package."""
-    assert http.get("/version").json() == {"version": VERSION}
+def test_version_and_commit_are_reported(http: httpx.Client) -> None:
+    """The build of an image writes the commit where the package looks for it."""
+    assert http.get("/version").json() == {"version": VERSION, "commit": COMMIT}
+    recipe = (ROOT / "Dockerfile").read_text()
+    assert f"> {version._BUILT_FROM.relative_to(ROOT)};" in recipe
+    assert "LABEL org.opencontainers.image.revision=$COMMIT" in recipe
 
 
 @pytest.fixture

@@ -19,14 +19,16 @@ from tests.server.conftest import PREFIX
 from tests.server.daemon_process import MODEL, ROOT
 
 STATIC = ROOT / "server" / "static"
-LEZER = STATIC / "lezer"
+LIBRARIES = (STATIC / "lezer", STATIC / "temml")
 CSS = (STATIC / "page.css").read_text()
 TYPES = {"js": "text/javascript", "css": "text/css"}
+CODE = ("keyword", "string", "number", "comment", "name")
 # (text, ground) of everything that is read.
 PAIRS = [
     ("text", "bg"), ("text", "card"), ("dim", "card"), ("dim", "bg"), ("accent", "card"), ("on-accent", "accent"),
     ("bad", "card"), ("bad", "bad-bg"), ("good", "good-bg"), ("own", "own-bg"), ("text", "own-bg"),
-    *(("text", f"draft-{number}") for number in range(1, 6)),
+    *((text, f"draft-{number}") for text in ("text", *CODE) for number in range(1, 6)),
+    *((text, "bg") for text in CODE),
 ]  # fmt: skip
 
 
@@ -84,15 +86,21 @@ def test_every_package_of_the_page_is_served_as_it_was_published(http: httpx.Cli
     """The page's map leads to the files of the listed versions."""
     (text,) = re.findall(r'<script type="importmap"[^>]*>(.*?)</script>', http.get("/dashboard").text, re.S)
     packages: dict[str, str] = json.loads(text)["imports"]
-    sums = dict(line.split()[::-1] for line in (LEZER / "SHA256SUMS").read_text().splitlines() if line[:1] != "#")
-    assert set(sums) == {file.name for file in LEZER.glob("*.js")}
-    scripts = [file.read_text() for file in (*STATIC.glob("*.js"), *LEZER.glob("*.js"))]
+    scripts = [file.read_text() for folder in (STATIC, *LIBRARIES) for file in folder.glob("*.js")]
     imported = {name for text in scripts for name in re.findall(r"from ['\"](\w*@[^'\"]+)['\"]", text)}
-    assert imported == set(packages)
-    for address in packages.values():
-        served = http.get(address.removeprefix("."))
-        assert served.headers["content-type"].startswith(TYPES["js"])
-        assert sha256(served.content).hexdigest() == sums[address.rpartition("/")[2]]
+    loaded = {f"@lezer/{name}" for name in re.findall(r'lezer\("(\w+)"', (STATIC / "code.js").read_text())}
+    assert imported | loaded == set(packages)
+    listed = {f"./dashboard/static/lezer/{name.rpartition('/')[2]}.js": name for name in packages}
+    assert {address: name for name, address in packages.items()} == listed
+    for folder in LIBRARIES:
+        lines = (folder / "SHA256SUMS").read_text().splitlines()[1:]
+        sums = dict(line.split()[::-1] for line in lines)
+        assert set(sums) == {file.name for file in folder.glob("*.js")}
+        for name, expected in sums.items():
+            served = http.get(f"/dashboard/static/{folder.name}/{name}")
+            assert served.headers["content-type"].startswith(TYPES["js"])
+            assert sha256(served.content).hexdigest() == expected
+            assert (folder / f"{name.partition('.')[0]}.LICENSE").read_text().startswith(("MIT", "The MIT"))
 
 
 @pytest.mark.parametrize("file", [*STATIC.glob("*.*")], ids=lambda file: file.name)
@@ -100,9 +108,8 @@ def test_a_file_is_short_names_no_host_and_writes_no_markup(file: Path) -> None:
     text = file.read_text().replace("http://www.w3.org/2000/svg", "")
     assert len(text.splitlines()) < 400
     assert not re.search(r"https?:|//[a-z]+\.|@import|url\(", text)
-    assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|localStorage", text
-    )
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text)
+    assert "localStorage" not in text or file.name == "settings.js", "the key is in no other storage than the tab's"
 
 
 @pytest.mark.parametrize("path", ["/dashboard/static/nothing.js", "/dashboard/static/../app.py", "/docs/static/"])
@@ -127,6 +134,7 @@ def test_the_state_has_no_text_of_a_request(http: httpx.Client) -> None:
     assert state["requests"][0]["num_prompt_tokens"] > 0
     assert state["about"]["speculation"] == "bv_race, up to 4 drafts of 5 tokens"
     assert (state["about"]["dtype"], state["about"]["max_model_len"]) == ("float32", 2048)
+    assert set(state["about"]["sampling"]) == {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
     assert http.get("/dashboard/state").json()["requests"] == []
 
 
@@ -161,11 +169,10 @@ def luminance(colour: str) -> float:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_text_can_be_read(scheme: str) -> None:
     """A contrast of 4.5, which is AA for text of any size."""
-    light, dark = (
-        dict(re.findall(r"--([\w-]+): (#\w{6});", block)) for block in re.findall(r":root \{(.*?)\}", CSS, re.S)
-    )
-    colours = light if scheme == "light" else light | dark
-    assert set(dark) == set(light)
+    found = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\);", CSS)
+    colours = {name: light if scheme == "light" else dark for name, light, dark in found}
+    used = {name for file in STATIC.glob("*.css") for name in re.findall(r"var\(--([\w-]+)\)", file.read_text())}
+    assert set(colours) == used
     for text, ground in PAIRS:
         lower, higher = sorted(luminance(colours[name]) for name in (text, ground))
         assert (higher + 0.05) / (lower + 0.05) >= 4.5, (text, ground)
@@ -211,25 +218,110 @@ def test_each_part_of_an_answer_has_its_origin() -> None:
     assert evaluated("origin.js", runs) == [runs for *_, runs in ORIGINS]
 
 
-# Session storage with a bound on its characters, and what is read again of eight turns of 200,000
-# with drafts as long.
-STORAGE = """
-globalThis.sessionStorage = {value: null, getItem() { return this.value; }, setItem(name, value) {
-  if (value.length > ROOM) throw new Error("full"); this.value = value; }};
-"""
-STORED = """(() => {
-  const long = new page.Conversation(), text = "a".repeat(2e5), steps = [{tokens: [text], chains: [], num_accepted: 0}];
-  for (let i = 0; i < 8; i++) Object.assign(long.ask("question " + i), {text, steps});
-  long.save();
-  const turns = new page.Conversation().turns;
-  return [turns.length / 2, turns.filter(turn => turn.steps?.length).length, turns.at(-2)?.text];
+# A message with two answers, and a changed message: [texts shown, versions of the last turn].
+BRANCHES = """(() => {
+  const talk = new page.Conversation(), texts = () => talk.branch.map(turn => turn.text), found = [];
+  const note = () => found.push([texts(), talk.versions(talk.branch.at(-1)).length]);
+  const first = talk.ask("hello");
+  first.text = "A";
+  note();
+  talk.regenerate(first).text = "B";
+  note();
+  talk.ask("more").text = "C";
+  const asked = talk.branch[0];
+  talk.edit(asked, "bye").text = "D";
+  note();
+  talk.show(first);
+  note();
+  talk.show(asked);
+  note();
+  talk.ask("lost");
+  talk.takeBack();
+  note();
+  return found;
 })()"""
 
 
-@pytest.mark.parametrize(("room", "left"), [(10**9, [4, 0, "question 7"]), (500_000, [2, 0, "question 7"])])
-def test_a_stored_conversation_has_a_bound(room: int, left: list[Any]) -> None:
-    """The newest turns are what a reload reads."""
-    assert evaluated("conversation.js", STORED, before=STORAGE.replace("ROOM", str(room))) == left
+def test_changes_branch_and_keep_what_was() -> None:
+    assert evaluated("conversation.js", BRANCHES) == [
+        [["hello", "A"], 1],
+        [["hello", "B"], 2],
+        [["bye", "D"], 1],
+        [["hello", "A"], 2],
+        [["hello", "B", "more", "C"], 1],
+        [["hello", "B", "more", "C"], 1],
+    ]
+
+
+LONG = """(() => {
+  const long = new page.Conversation(), text = "a".repeat(2e5), steps = [{tokens: [text], chains: [], num_accepted: 0}];
+  for (let i = 0; i < 8; i++) Object.assign(long.ask("question " + i), {text, steps});
+  const answers = new page.Conversation(JSON.parse(JSON.stringify(long.record()))).branch.filter(turn => turn.steps);
+  return answers.map(turn => turn.text.length / 2e5 + turn.steps.length);
+})()"""
+
+
+def test_drafts_of_a_stored_conversation_have_a_bound() -> None:
+    """The newest answers keep their drafts, and all keep their texts."""
+    assert evaluated("conversation.js", LONG) == [1] * 4 + [2] * 4
+
+
+CALLED = """(() => {
+  const talk = new page.Conversation();
+  const calls = [{id: "c1", name: "look", arguments: "{}", result: "sun"}];
+  Object.assign(talk.ask("Weather?"), {thought: "Hm.", calls});
+  Object.assign(talk.ask(""), {text: "Sun."});
+  talk.ask("Thanks");
+  return [talk.messages("Be brief."), talk.markdown()];
+})()"""
+
+
+def test_a_request_and_a_file_have_the_calls_and_their_results() -> None:
+    messages, markdown = evaluated("conversation.js", CALLED)
+    function = {"name": "look", "arguments": "{}"}
+    assert messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "sun"},
+        {"role": "assistant", "content": "Sun."},
+        {"role": "user", "content": "Thanks"},
+    ]
+    assert markdown.startswith("# Weather?\n\n## You\n\nWeather?\n\n## Model\n\n> Hm.\n\n```json\n")
+
+
+REASONS = [
+    ((False, "bv_race", {}), "they are switched off in the settings"),
+    ((True, "off (--spec-rule off)", {}), "(--spec-rule off)"),
+    ((True, "off, as nothing drafts; --draft-model", {}), "nothing drafts; --draft-model"),
+    ((True, "bv_race", {"num_resting_passes": 3}), "plain decoding was as fast at this load"),
+    ((True, "bv_race", {}), "none was found for this text"),
+]
+
+
+def test_an_answer_says_why_it_has_no_drafts() -> None:
+    calls = json.dumps([call for call, _ in REASONS])
+    assert evaluated("figures.js", f"{calls}.map(one => page.reason(...one))") == [reason for _, reason in REASONS]
+
+
+@pytest.mark.parametrize(
+    ("speedup", "text"),
+    [
+        (1.34, "1.3× faster"),
+        (0.96, "as fast as plain decoding"),
+        (0.94, "0.9× the speed of plain decoding"),
+        (None, "2.5 tokens per pass"),
+    ],
+)
+def test_an_answer_has_one_number(speedup: float | None, text: str) -> None:
+    counts = {"speedup": speedup, "tokens_per_pass": 2.5, "rule": "bv_race"}
+    turn = json.dumps({"metrics": {"speculative_decoding": counts}, "steps": TWO})
+    assert evaluated("figures.js", f"page.figuresOf({turn}).shown") == text
 
 
 def test_the_page_computes_the_speedup_of_answers() -> None:
@@ -239,3 +331,10 @@ def test_the_page_computes_the_speedup_of_answers() -> None:
         of = f"page.speedupOf(name => ({json.dumps(asdict(timing))})[name])"
         found = evaluated("monitor.js", of, before="globalThis.sessionStorage = {getItem: () => null}")
         assert found == pytest.approx(timing.speedup)
+
+
+def test_an_empty_sampler_is_not_sent() -> None:
+    """The model's own default then holds; 0 is a value."""
+    fields = [{"value": value, "dataset": {"sent": name}} for name, value in {"top_p": "", "top_k": "0"}.items()]
+    found = evaluated("settings.js", f"page.filled({json.dumps([*fields, {'value': 'x', 'dataset': {}}])}, 'sent')")
+    assert found == {"top_k": 0}

@@ -1,4 +1,4 @@
-"""Bodies of Claude Code and Codex complete a turn on layouts that refuse or misread their effort.
+"""Bodies of agents complete a turn on layouts that refuse or misread their effort.
 
 The application runs in this process. Its engine answers with a thought and a call.
 """
@@ -55,6 +55,22 @@ CODEX = {
     "store": False,
     "client_metadata": {"x": "y"},
 }
+OLLAMA = {
+    "model": f"{MODEL}:latest",
+    "messages": [
+        {"role": "user", "content": "Read it."},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "Read", "arguments": {"path": "b"}}}],
+        },
+        {"role": "tool", "tool_name": "Read", "content": "Empty."},
+    ],
+    "tools": [{"type": "function", "function": {"name": "Read", "parameters": SCHEMA}}],
+    "think": "high",
+    "keep_alive": "5m",
+    "options": {"num_ctx": 8192, "temperature": 1},
+}
 WORDS = {"qwen38": "Effort: xhigh", "mistral_small4": '"high"', "glm52": "Effort: High", "gemma4": "<|think|>"}
 """Text of the prompt by layout, for effort high."""
 
@@ -78,7 +94,7 @@ def server(layout: Layout, models: TinyModels) -> Iterator[Server]:
 
 
 def asked(server: Server, layout: Layout, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], str, str]:
-    """(answer, prompt, names of ignored fields)."""
+    """(answer, prompt, names of ignored fields); of a stream of lines the list of them."""
     prompts: list[str] = []
     client = server.client
     assert isinstance(client, ScriptedEngine)
@@ -106,7 +122,12 @@ def asked(server: Server, layout: Layout, path: str, body: dict[str, Any]) -> tu
     answer = asyncio.run(post())
     client.__class__ = ScriptedEngine
     assert answer.status_code == 200, answer.text
-    return answer.json(), prompts[0], answer.headers.get("x-polydraft-ignored-fields", "")
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    return (
+        lines[0] if len(lines) == 1 else {"lines": lines},
+        prompts[0],
+        answer.headers.get("x-polydraft-ignored-fields", ""),
+    )
 
 
 def test_a_turn_of_claude_code_has_its_call(server: Server, layout: Layout) -> None:
@@ -129,11 +150,30 @@ def test_a_turn_of_codex_has_its_call(server: Server, layout: Layout) -> None:
     assert ("reasoning.effort" in ignored) == (layout.name in ("qwen38", "gemma4"))
 
 
+def test_a_turn_of_an_ollama_client_has_its_call(server: Server, layout: Layout) -> None:
+    """A stream has the same thought and call as the whole answer, and ends with one last line."""
+    whole, prompt, ignored = asked(server, layout, "/api/chat", OLLAMA | {"stream": False})
+    (call,) = whole["message"]["tool_calls"]
+    assert call["function"] == {"index": 0, "name": "Read", "arguments": {"path": "it's a.py"}}
+    assert (whole["model"], whole["done"], whole["done_reason"]) == (OLLAMA["model"], True, "stop")
+    assert WORDS[layout.name] in prompt
+    assert "Empty." in prompt
+    assert ignored == ("num_ctx, think" if layout.name in ("qwen38", "gemma4") else "num_ctx")
+    lines = asked(server, layout, "/api/chat", OLLAMA)[0]["lines"]
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    thought = "".join(line["message"].get("thinking", "") for line in lines)
+    assert thought == whole["message"]["thinking"] == "Hm."
+    calls = [call["function"] for line in lines for call in line["message"].get("tool_calls", ())]
+    assert calls == [call["function"]]
+    assert lines[-1]["eval_count"] == whole["eval_count"] > 0
+
+
 def test_thoughts_that_are_turned_off_are_closed(server: Server, layout: Layout) -> None:
     """Each API has a word for it."""
     for path, body in (
         ("/v1/messages", CLAUDE | {"thinking": {"type": "disabled"}, "output_config": {}}),
         ("/v1/responses", CODEX | {"reasoning": {"effort": "none"}}),
+        ("/api/chat", OLLAMA | {"think": False}),
     ):
         _, prompt, ignored = asked(server, layout, path, body)
         assert server.dialogue.thoughts is not None

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from engine.api import StepResults
@@ -92,6 +93,19 @@ def test_names_and_labels_are_ours_or_vllms(filled: list[Sample]) -> None:
 def test_both_names_have_the_same_values(filled: list[Sample]) -> None:
     """Values under vLLM's names equal our counts."""
     check_both_names(filled)
+
+
+def test_the_endpoint_picker_of_the_gateway_api_finds_its_metrics() -> None:
+    """The names are the defaults of its Inference Extension."""
+    metrics = ServerMetrics("tiny", compat=True)
+    fill(metrics)
+    families = text_string_to_metric_families(metrics.render().decode())
+    samples = {sample.name: sample for family in families for sample in family.samples}
+    names = {f"vllm:{name}" for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")}
+    assert names < samples.keys()
+    cache = samples["vllm:cache_config_info"]
+    assert cache.value == 1
+    assert {"block_size": "4", "num_gpu_blocks": "8"}.items() < cache.labels.items()
 
 
 def test_the_counts_are_those_of_the_steps(filled: list[Sample]) -> None:

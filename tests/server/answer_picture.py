@@ -1,7 +1,7 @@
 """Picture of an answer, each token colored by its origin.
 
-`python -m server.chat.picture --output docs/images/answer.svg` asks a daemon and draws the answer
-of the README.
+`python -m tests.server.answer_picture --output docs/images/answer.svg` asks a daemon and draws the
+answer of the README.
 """
 
 from __future__ import annotations
