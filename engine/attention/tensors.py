@@ -40,6 +40,8 @@ class LayerShape(NamedTuple):
     value_dim: int
     is_latent: bool = False
     """Whether V is the beginning of K (`latent.py`), so that K alone is stored."""
+    dtype: torch.dtype | None = None
+    """None is the type of the model's K and V."""
 
     @property
     def dim(self) -> int:
@@ -48,13 +50,20 @@ class LayerShape(NamedTuple):
             return self.num_kv_heads * self.key_dim
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a token; dtype: of the model's K and V."""
+        return self.dim * (self.dtype or dtype).itemsize
+
 
 @dataclass(frozen=True)
 class KVShape:
     """Shapes of one token's K and V in all layers."""
 
     layers: Mapping[int, LayerShape]
-    """Shape by layer; none for a layer without attention, or that reads another layer's K/V."""
+    """Shape by layer; none for a layer without attention, or that reads another layer's K/V.
+
+    Inputs of recurrent layers have negative numbers (`recurrent.py`).
+    """
     shared: Mapping[int, int] = field(default_factory=dict)
     """Layer whose K/V another one reads, by the reading layer."""
     hidden_dim: int = 0
@@ -68,7 +77,12 @@ class KVShape:
         return cls(dict.fromkeys(range(num_layers), LayerShape(num_kv_heads, key_dim, value_dim)))
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        return (sum(layer.dim for layer in self.layers.values()) + self.all_hidden_dim) * dtype.itemsize
+        stored_bytes = sum(layer.num_bytes(dtype) for layer in self.layers.values())
+        return stored_bytes + self.all_hidden_dim * dtype.itemsize
+
+    def input_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a token's inputs of recurrent layers, a part of `token_bytes`."""
+        return sum(layer.num_bytes(dtype) for number, layer in self.layers.items() if number < 0)
 
     @property
     def all_hidden_dim(self) -> int:
@@ -77,7 +91,7 @@ class KVShape:
 
     def layer_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a token's K and V in the largest layer."""
-        return max(layer.dim for layer in self.layers.values()) * dtype.itemsize
+        return max(layer.num_bytes(dtype) for layer in self.layers.values())
 
 
 class KVTensors:
@@ -107,7 +121,7 @@ class KVTensors:
         self._gathered: dict[tuple[torch.Size, torch.Size], tuple[torch.Tensor, torch.Tensor]] = {}
         for layer_shape in dict.fromkeys(shape.layers.values()):
             numbers = [number for number, other in shape.layers.items() if other == layer_shape]
-            stacked = self._allocate(layer_shape, len(numbers), dtype, device)
+            stacked = self._allocate(layer_shape, len(numbers), layer_shape.dtype or dtype, device)
             self._stacked.append(stacked)
             self.layers.update(zip(numbers, zip(*stacked, strict=True), strict=True))
         self.layers.update({reader: self.layers[source] for reader, source in shape.shared.items()})

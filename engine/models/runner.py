@@ -16,6 +16,7 @@ from engine.attention.attention import AttentionMetadata, PagedKernel
 from engine.attention.groups import groups_of
 from engine.attention.inputs import NO_NODES, Ints, SequenceInput, StepLayout, build, build_all
 from engine.attention.paged import DevicePass, Paged, on_host, upload
+from engine.attention.paths import Paths
 from engine.attention.tensors import KVShape, KVTensors
 from engine.kernels.protocol import KVMoves
 from engine.kernels.torch_kernels import TORCH, Kernels
@@ -86,6 +87,7 @@ class ModelRunner:
         self._never_written = torch.tensor(never_written, device=self.device) if never_written else None
         kv_dtype = self.backend.kv_dtype
         self._layer_bytes = shape.layer_bytes(kv_dtype)
+        self._is_recurrent = shape.input_bytes(kv_dtype) > 0
         num_slots = (num_blocks + has_spare_block) * block_size
         self.storage = KVTensors(shape, num_slots, kv_dtype, self.device, kernels)
 
@@ -211,7 +213,8 @@ class ModelRunner:
             return self.paged_metadata(tensors.slots_T, tensors.paged)
         slots = _as_slice(layout.slots_T)
         groups = groups_of(layout, self.block_size, self._layer_bytes, self.device)
-        return AttentionMetadata(self.storage, tensors.slots_T if slots is None else slots, groups)
+        paths = Paths(layout, self.block_size) if self._is_recurrent else None
+        return AttentionMetadata(self.storage, tensors.slots_T if slots is None else slots, groups, paths=paths)
 
 
 def _as_slice(slots_T: Ints) -> slice | None:
