@@ -6,29 +6,59 @@ by slot, next to K and V, and every row reads the inputs along its own path (`pa
 drafted node never meets a sibling's inputs, and whatever moves or shares K and V moves and shares
 inputs. The calls of a pass are known by their order.
 
-Recurrences are computed here by transformers' function, from the first token of the text in every
-pass. This is the specification: it is exact and slow.
+A recurrence continues from the state at the end of a block (`states.py`). transformers' own
+function is the specification: every start compares a pass with it (`start/probe.py`).
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.attention.paths import Paths
 from engine.attention.tensors import KVTensors, LayerShape
+from engine.kernels.protocol import RecurrentSteps
 
 _REPLACED = "_polydraft_replaced"
 
-Recurrence = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
-"""Returns outputs [B, L, ...] from the tokens' inputs, and what the outputs are read by."""
+
+class Operands(NamedTuple):
+    """Operands of a recurrence over the rows of a pass, in float32.
+
+    A head's state S [D_k, D_v] becomes exp(scale rate) S + k u^T, and is read as S^T q. u is v, or
+    beta (v - S^T k) of the decayed state.
+    """
+
+    key: Tensor
+    """[T, H_k, D_k] Each for H / H_k heads."""
+    value: Tensor
+    """[T, H, D_v]"""
+    rate: Tensor
+    """[T, H, 1 or D_k]"""
+    beta: Tensor | None
+    """[T, H]"""
+    query: Tensor
+    """[T, H_k, D_k]"""
+    scale: Tensor
+    """[H, 1 or D_k]"""
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Return (H, D_k, D_v)."""
+        return self.value.shape[1], self.key.shape[2], self.value.shape[2]
+
+    def packed(self) -> Tensor:
+        """Return what is stored of each token [T, W]."""
+        parts = (self.key, self.value, self.rate, self.beta)
+        return torch.cat([part.flatten(1) for part in parts if part is not None], dim=1)
 
 
 class Calls(Protocol):
@@ -37,8 +67,8 @@ class Calls(Protocol):
     def convolve(self, rows_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, activation: Any) -> Tensor:
         """Return [T, C] the convolution of each row with the rows before it on its path."""
 
-    def recur(self, inputs: Sequence[Tensor], readers: Sequence[Tensor], recurrence: Recurrence) -> Tensor:
-        """Return [1, T, ...] outputs; inputs, readers: [1, T, ...]."""
+    def recur(self, operands: Operands) -> Tensor:
+        """Return [T, H, D_v] what each row reads of its state."""
 
 
 _CALLS: ContextVar[Calls | None] = ContextVar("calls", default=None)
@@ -59,15 +89,18 @@ class ShapeCalls:
 
     def __init__(self) -> None:
         self.shapes: list[LayerShape] = []
+        self.state_bytes = 0
+        """Bytes of a text's state in all layers."""
 
     def convolve(self, rows_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, activation: Any) -> Tensor:  # noqa: ARG002
         self.shapes.append(LayerShape(1, rows_TC.shape[1], rows_TC.shape[1], is_latent=True))
         return rows_TC
 
-    def recur(self, inputs: Sequence[Tensor], readers: Sequence[Tensor], recurrence: Recurrence) -> Tensor:
-        width = _packed(inputs).shape[1]
+    def recur(self, operands: Operands) -> Tensor:
+        width = operands.packed().shape[1]
         self.shapes.append(LayerShape(1, width, width, is_latent=True, dtype=torch.float32))
-        return recurrence(inputs, readers)
+        self.state_bytes += math.prod(operands.state_shape) * torch.float32.itemsize
+        return torch.zeros_like(operands.value)
 
 
 class PathCalls:
@@ -78,6 +111,10 @@ class PathCalls:
         self._slots_T = slots_T
         self._paths = paths
         self._number = 0
+
+    @cached_property
+    def _steps(self) -> RecurrentSteps:
+        return self._storage.states.steps(self._paths.layout, self._paths.page_size)
 
     def _stored(self, rows_TC: Tensor) -> Tensor:
         """Store the inputs of the next call's rows; return the inputs [slots, C] of all slots."""
@@ -101,28 +138,11 @@ class PathCalls:
             result_TC = ACT2FN[activation](result_TC)
         return result_TC.to(rows_TC.dtype)
 
-    def recur(self, inputs: Sequence[Tensor], readers: Sequence[Tensor], recurrence: Recurrence) -> Tensor:
-        stored = self._stored(_packed(inputs))
-        outputs: Tensor | None = None
-        for rows_R, slots_RL, ends_R in self._paths.texts():
-            along = _unpacked(stored[slots_RL], inputs)
-            # A row reads at its own place; other places of its path read nothing.
-            path_R, places = _reading(slots_RL, ends_R)
-            read = [part.new_zeros(*slots_RL.shape, *part.shape[2:]) for part in readers]
-            for zeros, part in zip(read, readers, strict=True):
-                zeros[path_R, places] = part[0, rows_R]
-            result = recurrence(along, read)[path_R, places]
-            if outputs is None:
-                outputs = result.new_empty(inputs[0].shape[1], *result.shape[1:])
-            outputs[rows_R] = result
-        assert outputs is not None
-        return outputs.unsqueeze(0)
-
-
-def _reading(slots_RL: Tensor, ends_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (number of the path, place in it) of each row; one path may have several rows."""
-    is_shared = len(slots_RL) == 1
-    return torch.zeros_like(ends_R) if is_shared else torch.arange(len(ends_R)), ends_R
+    def recur(self, operands: Operands) -> Tensor:
+        states = self._storage.states.of_call(self._number, operands.state_shape)
+        stored = self._stored(operands.packed())
+        has_beta = operands.beta is not None
+        return self._storage.kernels.recur(stored, operands.query, operands.scale, has_beta, states, self._steps)
 
 
 def input_layer(number: int) -> int:
@@ -133,19 +153,6 @@ def input_layer(number: int) -> int:
 def input_shapes(calls: ShapeCalls) -> dict[int, LayerShape]:
     """Return the shapes of all inputs, as further layers."""
     return {input_layer(number): shape for number, shape in enumerate(calls.shapes)}
-
-
-def _packed(inputs: Sequence[Tensor]) -> Tensor:
-    """Return the inputs of a pass's rows [T, all numbers of a token]."""
-    return torch.cat([part[0].reshape(part.shape[1], -1).float() for part in inputs], dim=1)
-
-
-def _unpacked(flat_RLW: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
-    sizes = [math.prod(part.shape[2:]) for part in inputs]
-    parts = torch.split(flat_RLW, sizes, dim=-1)
-    return [
-        part.reshape(*part.shape[:2], *like.shape[2:]).to(like.dtype) for part, like in zip(parts, inputs, strict=True)
-    ]
 
 
 def replace_recurrences(modules: Iterable[Any]) -> None:
@@ -179,13 +186,13 @@ def _delta_rule(right: Callable[..., Any]) -> Callable[..., Any]:
         calls = _CALLS.get()
         if calls is None:
             return right(query, key, value, g=g, beta=beta, **more)
-
-        def recurrence(inputs: Sequence[Tensor], readers: Sequence[Tensor]) -> Tensor:
-            key, value, g, beta = inputs
-            output: Tensor = right(readers[0], key, value, g=g, beta=beta, **more)[0]
-            return output
-
-        return calls.recur((key, value, g, beta), (query,), recurrence), None
+        k, v, q, rate = (part[0].float() for part in (key, value, query, g))
+        if more.get("use_qk_l2norm_in_kernel"):
+            k, q = (part * torch.rsqrt((part * part).sum(-1, keepdim=True) + 1e-6) for part in (k, q))
+        scale = rate.new_ones(v.shape[1], 1)
+        rate = rate.view(*v.shape[:2], -1)
+        output = calls.recur(Operands(k, v, rate, beta[0].float(), q * q.shape[-1] ** -0.5, scale))
+        return output.to(query.dtype).unsqueeze(0), None
 
     return rule
 
@@ -197,35 +204,41 @@ def _state_space(right: Callable[..., Any]) -> Callable[..., Any]:
         calls = _CALLS.get()
         if calls is None:
             return right(x, dt, A, B, C, chunk_size, **more)
-
-        def recurrence(inputs: Sequence[Tensor], readers: Sequence[Tensor]) -> Tensor:
-            x, dt, B = inputs
-            output: Tensor = right(x, dt, A, B, readers[0], chunk_size, **more)
-            return output
-
-        return calls.recur((x, dt, B), (C,), recurrence)
+        limits = more.get("dt_limit", (0.0, math.inf))
+        rate = _time_step(dt[0], more.get("dt_bias"), more.get("dt_softplus", False)).clamp(*limits).unsqueeze(-1)
+        rows = x[0].float()
+        output = calls.recur(Operands(B[0].float(), rate * rows, rate, None, C[0].float(), A.float().unsqueeze(-1)))
+        return _with_skip(output, rows, more.get("D")).unsqueeze(0)
 
     return scan
 
 
 def _selective(right: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the scan of Mamba 1, whose operands are [B, C, T]."""
+    """Return the scan of Mamba 1, whose operands are [B, channels, T]; a channel is a head."""
 
-    def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, z: Tensor, **more: Any) -> Any:
+    def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **more: Any) -> Any:
         calls = _CALLS.get()
         if calls is None:
-            return right(x, dt, A, B, C, z=z, **more)
-
-        def recurrence(inputs: Sequence[Tensor], readers: Sequence[Tensor]) -> Tensor:
-            x, dt, B, C, z = (part.transpose(1, 2) for part in (*inputs, *readers))
-            output: Tensor = right(x, dt, A, B, C, z=z, **more)
-            return output.transpose(1, 2)
-
-        inputs = [part.transpose(1, 2) for part in (x, dt, B)]
-        readers = [part.transpose(1, 2) for part in (C, z)]
-        return calls.recur(inputs, readers, recurrence).transpose(1, 2)
+            return right(x, dt, A, B, C, **more)
+        rate = _time_step(dt[0].T, more.get("delta_bias"), more.get("delta_softplus", False)).unsqueeze(-1)
+        rows = x[0].T.float().unsqueeze(-1)
+        key, query = (part[0].T.float().unsqueeze(1) for part in (B, C))
+        output = calls.recur(Operands(key, rate * rows, rate, None, query, A.float()))
+        gate = more.get("z")
+        result = _with_skip(output, rows, more.get("D")).squeeze(-1).T.unsqueeze(0)
+        return result if gate is None else result * torch.nn.functional.silu(gate)
 
     return scan
+
+
+def _time_step(dt: Tensor, bias: Tensor | None, is_softplus: bool) -> Tensor:
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return (torch.nn.functional.softplus(dt) if is_softplus else dt).float()
+
+
+def _with_skip(output: Tensor, rows: Tensor, skip: Tensor | None) -> Tensor:
+    """Return [T, H, D_v] outputs plus the rows, by a weight of each head."""
+    return output if skip is None else output + skip.float().unsqueeze(-1) * rows
 
 
 _FUNCTIONS = {

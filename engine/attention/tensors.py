@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine.attention.states import States
 from engine.kernels.protocol import KVMoves
 from engine.kernels.torch_kernels import TORCH, Kernels
 
@@ -70,6 +71,8 @@ class KVShape:
     """Width of a hidden state; 0 if no drafter reads any."""
     taps: tuple[int, ...] = ()
     """Taps whose hidden states are stored with K and V."""
+    state_bytes: int = 0
+    """Bytes of a text's state in all recurrent layers."""
 
     @classmethod
     def equal(cls, num_layers: int, num_kv_heads: int, key_dim: int, value_dim: int) -> KVShape:
@@ -109,7 +112,9 @@ class KVTensors:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels = TORCH,
+        num_states: int = 8,
     ) -> None:
+        self.states = States(num_states)
         self.num_slots = num_slots
         self.shared = shape.shared
         self.latent = frozenset(number for number, layer in shape.layers.items() if layer.is_latent)

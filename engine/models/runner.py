@@ -64,12 +64,13 @@ class ModelRunner:
         has_spare_block: bool = False,
         kernels: Kernels = TORCH,
         never_written: Sequence[int] = (),
+        num_states: int = 8,
     ) -> None:
         """backend: None is transformers; ranks: processes of a split model.
 
         paged_kernel: attends for all sequences at once; has_spare_block: one block more than the
         pool, for padding; kernels: operations on distributions, chains and K/V; never_written:
-        tokens whose logits are minus infinity.
+        tokens whose logits are minus infinity; num_states: places for states of recurrent layers.
         """
         self.paged_kernel = paged_kernel
         self._ranks = ranks
@@ -89,7 +90,7 @@ class ModelRunner:
         self._layer_bytes = shape.layer_bytes(kv_dtype)
         self._is_recurrent = shape.input_bytes(kv_dtype) > 0
         num_slots = (num_blocks + has_spare_block) * block_size
-        self.storage = KVTensors(shape, num_slots, kv_dtype, self.device, kernels)
+        self.storage = KVTensors(shape, num_slots, kv_dtype, self.device, kernels, num_states)
 
     @property
     def fast_paths(self) -> dict[str, bool]:
@@ -174,6 +175,7 @@ class ModelRunner:
         )
         with torch.inference_mode():
             self.storage.wipe(slots.flatten().to(self.device))
+        self.storage.states.forget(block_ids)
 
     def tune(self, most_cores: int) -> None:
         """Measure on how many cores passes are fastest; needs an unused pool."""

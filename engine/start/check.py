@@ -52,9 +52,10 @@ def describe(name: str, revision: str | None, wanted_device: str) -> Iterator[st
     yield f"context: {reach:,} tokens"
     model = _without_weights(config)
     weights = weight_bytes(model, config, device, is_own)
-    token, inputs = stored_bytes(model, config, device)
-    recurrent = f", inputs of recurrent layers: {inputs:,} bytes a token" if inputs else ""
-    yield f"weights: {weights / _GIB:.1f} GiB, K/V: {token - inputs:,} bytes a token{recurrent}"
+    token, inputs, state = stored_bytes(model, config, device)
+    yield f"weights: {weights / _GIB:.1f} GiB, K/V: {token - inputs:,} bytes a token"
+    if inputs:
+        yield f"recurrent layers: inputs of {inputs:,} bytes a token, a state of {state:,} bytes a request"
     free = _free_bytes(device) - weights
     if free > token:
         yield f"this machine: {min(reach, free // token):,} tokens fit next to the weights"
@@ -72,15 +73,15 @@ def weight_bytes(model: Any, config: Any, device: torch.device, is_own: bool) ->
     return dtype_bytes * sum(int(parameter.numel()) for parameter in model.parameters())
 
 
-def stored_bytes(model: Any, config: Any, device: torch.device) -> tuple[int, int]:
-    """Return (bytes that a token takes in all layers, the share of recurrent layers' inputs)."""
+def stored_bytes(model: Any, config: Any, device: torch.device) -> tuple[int, int, int]:
+    """Return (bytes of a token, the share of recurrent layers' inputs, bytes of a state)."""
     stored = getattr(config, "dtype", None) or torch.float32
     dtype = torch.float32 if device.type == "cpu" else stored
     try:
         shape = find_kv_shape(adopt(model, config.model_type))
-        return shape.token_bytes(dtype), shape.input_bytes(dtype)
+        return shape.token_bytes(dtype), shape.input_bytes(dtype), shape.state_bytes
     except (RuntimeError, NotImplementedError):  # code that reads numbers, which such a model lacks
-        return int(_kv_numbers(config)) * int(dtype.itemsize), 0
+        return int(_kv_numbers(config)) * int(dtype.itemsize), 0, 0
 
 
 def _kv_numbers(config: Any) -> int:

@@ -165,7 +165,7 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
     layers |= input_shapes(inputs)
     if not layers:
         raise LoadError(f"{loaded.name}: none of its layers attends through the hook; not supported")
-    return KVShape(layers, shared)
+    return KVShape(layers, shared, state_bytes=inputs.state_bytes)
 
 
 def choose_backend(

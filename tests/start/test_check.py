@@ -32,7 +32,8 @@ def test_inputs_of_recurrent_layers_are_named_apart(tmp_path: Path, capsys: pyte
     """One layer attends. Two have a convolution, and k, v and gates of 4 heads."""
     families.config("qwen3_5_text").save_pretrained(tmp_path)
     _, text = text_of(tmp_path, capsys)
-    assert "K/V: 128 bytes a token, inputs of recurrent layers: 960 bytes a token" in text
+    assert "K/V: 128 bytes a token" in text
+    assert "recurrent layers: inputs of 960 bytes a token, a state of 2,048 bytes a request" in text
 
 
 def test_configuration_alone_shows_how_a_model_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
