@@ -1,11 +1,12 @@
-"""States of recurrent layers at ends of full blocks, and the steps of a pass that start from them.
+"""States of recurrent layers after tokens of texts, and the steps of a pass that start from them.
 
-The state after a block is a function of the text up to its end, as the block's K and V are, so it
-belongs to the block. A pass starts each sequence from the deepest state among its blocks, repeats
-the stored inputs of later tokens, and stores the state at the sequence's last full block. It
+A state is a function of the text up to a token, as the token's K and V are, so it belongs to the
+token's slot. A pass starts each sequence from the deepest state of its slots, repeats the stored
+inputs of later tokens, and stores the states at the last full block and at the end of the text. It
 computes drafted nodes from copies. So a state depends on the text alone: not on drafts, chunks or
 other sequences. A missing state costs time, because the inputs of all tokens are stored. The least
-recently used states are replaced, and a block that is written to loses its state.
+recently used states are replaced. A slot that is written to loses its state, and so do later slots
+of its block.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class States:
     """States of all recurrent calls of a model."""
 
     def __init__(self, num_states: int) -> None:
-        self._place_by_block: OrderedDict[int, int] = OrderedDict()
+        self._place_by_slot: OrderedDict[int, int] = OrderedDict()
         """The least recently used first."""
         self._free = list(range(num_states))
         self._num_states = num_states
@@ -37,59 +38,78 @@ class States:
             self._tensors[number] = torch.from_numpy(np.zeros((self._num_states, *shape), dtype=np.float32))
         return self._tensors[number]
 
-    def forget(self, block_ids: Iterable[int]) -> None:
-        """Drop the states of blocks whose slots are written to."""
-        for block_id in block_ids:
-            place = self._place_by_block.pop(block_id, None)
+    def forget(self, slots: Iterable[int]) -> None:
+        """Drop the states of slots."""
+        for slot in slots:
+            place = self._place_by_slot.pop(slot, None)
             if place is not None:
                 self._free.append(place)
 
     def steps(self, layout: StepLayout, page_size: int) -> RecurrentSteps:
         """Return the steps of a pass, which stores the states that it announces."""
-        self.forget(np.unique(layout.slots_T // page_size).tolist())
-        first_index_B = layout.ends - layout.num_inputs_B
-        starts = [self._deepest(layout.pages[b], int(first) // page_size) for b, first in enumerate(first_index_B)]
+        for written in np.unique(layout.slots_T // page_size) * page_size:
+            is_inside_T = (layout.slots_T >= written) & (layout.slots_T < written + page_size)
+            self.forget(range(int(layout.slots_T[is_inside_T].min()), int(written) + page_size))
+        starts = [self._deepest(layout, number, page_size) for number in range(len(layout.counts))]
         used = {place for _, place in starts}
         parts: list[Ints] = []
-        for number, (num_blocks, _) in enumerate(starts):
-            last_block = int(layout.ends[number]) // page_size
-            kept = -1
-            if last_block > num_blocks:
-                kept = self._place(int(layout.pages[number, last_block - 1]), used)
-            text = _text_steps(layout, number, page_size, num_blocks * page_size)
-            if kept >= 0:
-                text[_KEPT, (last_block - num_blocks) * page_size - 1] = kept
+        for number, (start, _) in enumerate(starts):
+            text = _text_steps(layout, number, page_size, start)
+            if text.shape[1]:
+                before = _slot(layout, number, start - 1, page_size) if start % page_size else None
+                self._store(text, start, before, page_size, used)
             parts.append(np.concatenate([text, _node_steps(layout, number, page_size)], axis=1))
         ends = np.cumsum([part.shape[1] for part in parts])
         first_states = np.array([place for _, place in starts], dtype=np.int64)
         return RecurrentSteps(np.concatenate(parts, axis=1), np.append(0, ends), first_states)
 
-    def _deepest(self, block_ids: np.ndarray, num_full: int) -> tuple[int, int]:
-        """Return (number of blocks before a stored state, its place), (0, -1) for none."""
-        for count in range(num_full, 0, -1):
-            block_id = int(block_ids[count - 1])
-            if block_id in self._place_by_block:
-                self._place_by_block.move_to_end(block_id)
-                return count, self._place_by_block[block_id]
+    def _deepest(self, layout: StepLayout, number: int, page_size: int) -> tuple[int, int]:
+        """Return (tokens before the deepest state of a sequence, its place), (0, -1) for none."""
+        first = int(layout.ends[number] - layout.num_inputs_B[number])
+        last_block = first // page_size * page_size
+        for count in (*range(first, last_block, -1), *range(last_block, 0, -page_size)):
+            slot = _slot(layout, number, count - 1, page_size)
+            if slot in self._place_by_slot:
+                self._place_by_slot.move_to_end(slot)
+                return count, self._place_by_slot[slot]
         return 0, -1
 
-    def _place(self, block_id: int, used: set[int]) -> int:
-        """Return a place for a block's state; -1 if it is stored, or all places are in use."""
-        if block_id in self._place_by_block:
+    def _store(self, text: Ints, start: int, before: int | None, page_size: int, used: set[int]) -> None:
+        """Announce the states that a sequence's steps store.
+
+        before: slot inside a block whose state the steps start from, and which moves on to the end.
+        """
+        end = start + text.shape[1]
+        last_block = end // page_size * page_size
+        if start < last_block < end:
+            text[_KEPT, last_block - start - 1] = self._place(int(text[_SLOT, last_block - start - 1]), used)
+        last_slot = int(text[_SLOT, -1])
+        if before is None:
+            text[_KEPT, -1] = self._place(last_slot, used)
+            return
+        text[_KEPT, -1] = self._place_by_slot[last_slot] = self._place_by_slot.pop(before)
+
+    def _place(self, slot: int, used: set[int]) -> int:
+        """Return a place for a slot's state; -1 if it is stored, or all places are in use."""
+        if slot in self._place_by_slot:
             return -1  # another sequence with the same text stores it
         if not self._free:
-            oldest = next((block for block, place in self._place_by_block.items() if place not in used), None)
+            oldest = next((other for other, place in self._place_by_slot.items() if place not in used), None)
             if oldest is None:
                 return -1
             self.forget([oldest])
         place = self._free.pop()
-        self._place_by_block[block_id] = place
+        self._place_by_slot[slot] = place
         used.add(place)
         return place
 
 
 _SLOT, _SOURCE, _NODE, _ROW, _KEPT = range(5)
 """Rows of `RecurrentSteps.steps`."""
+
+
+def _slot(layout: StepLayout, number: int, index: int, page_size: int) -> int:
+    return int(layout.pages[number, index // page_size]) * page_size + index % page_size
 
 
 def _text_steps(layout: StepLayout, number: int, page_size: int, start: int) -> Ints:
@@ -115,8 +135,7 @@ def _node_steps(layout: StepLayout, number: int, page_size: int) -> Ints:
         parent = -1
         for node in np.flatnonzero(path_N).tolist():
             if node not in found:
-                index = end + node
-                slot = int(layout.pages[number, index // page_size]) * page_size + index % page_size
+                slot = _slot(layout, number, end + node, page_size)
                 row = first_row + node if node >= num_cached else -1
                 found[node] = [slot, parent, node, row, -1]
             parent = node

@@ -175,7 +175,7 @@ class ModelRunner:
         )
         with torch.inference_mode():
             self.storage.wipe(slots.flatten().to(self.device))
-        self.storage.states.forget(block_ids)
+        self.storage.states.forget(slots.flatten().tolist())
 
     def tune(self, most_cores: int) -> None:
         """Measure on how many cores passes are fastest; needs an unused pool."""

@@ -59,21 +59,22 @@ def _advance(token, scale, has_beta, head, heads, before, state, added):
         added[column] = 0
     for line in range(key_dim):
         if line == 0 or num_rates > 1 or num_scales > 1:
-            decay = np.exp(scale[line if num_scales > 1 else 0] * rate[line if num_rates > 1 else 0])
-        part = key[line]
+            decay = np.float32(np.exp(scale[line if num_scales > 1 else 0] * rate[line if num_rates > 1 else 0]))
+        part, old, new = key[line], before[line], state[line]
         for column in range(value_dim):
-            decayed = decay * before[line, column]
-            state[line, column] = decayed
-            added[column] += part * decayed
+            new[column] = decay * old[column]
+        if has_beta:
+            for column in range(value_dim):
+                added[column] += part * new[column]
     for column in range(value_dim):
         if has_beta:
             added[column] = token[first_beta + head] * (value[column] - added[column])
         else:
             added[column] = value[column]
     for line in range(key_dim):
-        part = key[line]
+        part, new = key[line], state[line]
         for column in range(value_dim):
-            state[line, column] += part * added[column]
+            new[column] += part * added[column]
 
 
 @compiled_for_cpu(**EXACT)
@@ -81,6 +82,6 @@ def _read(query, state, output):
     for column in range(state.shape[1]):
         output[column] = 0
     for line in range(state.shape[0]):
-        part = query[line]
+        part, row = query[line], state[line]
         for column in range(state.shape[1]):
-            output[column] += part * state[line, column]
+            output[column] += part * row[column]
