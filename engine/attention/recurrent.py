@@ -6,8 +6,8 @@ by slot, next to K and V, and every row reads the inputs along its own path (`pa
 drafted node never meets a sibling's inputs, and whatever moves or shares K and V moves and shares
 inputs. The calls of a pass are known by their order.
 
-A recurrence continues from the state after a token (`states.py`). transformers' own
-function is the specification: every start compares a pass with it (`start/probe.py`).
+A recurrence continues from the state after a token (`states.py`). transformers' own function is the
+specification: every start compares a pass with it (`start/probe.py`).
 """
 
 from __future__ import annotations

@@ -66,8 +66,9 @@ class States:
     def _deepest(self, layout: StepLayout, number: int, page_size: int) -> tuple[int, int]:
         """Return (tokens before the deepest state of a sequence, its place), (0, -1) for none."""
         first = int(layout.ends[number] - layout.num_inputs_B[number])
-        last_block = first // page_size * page_size
-        for count in (*range(first, last_block, -1), *range(last_block, 0, -page_size)):
+        # The last text ended in this block or the one before, unless it was read elsewhere.
+        near = max(0, first // page_size - 1) * page_size
+        for count in (*range(first, near, -1), *range(near, 0, -page_size)):
             slot = _slot(layout, number, count - 1, page_size)
             if slot in self._place_by_slot:
                 self._place_by_slot.move_to_end(slot)
