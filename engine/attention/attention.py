@@ -26,6 +26,8 @@ from engine.attention.inputs import StepLayout
 from engine.attention.latent import absorbed, expanded, has_latents
 from engine.attention.masks import mask_of
 from engine.attention.paged import Paged
+from engine.attention.paths import Paths
+from engine.attention.recurrent import PathCalls, computing
 from engine.attention.tensors import KVTensors
 from engine.errors import LoadError
 
@@ -65,6 +67,8 @@ class AttentionMetadata:
     layout: StepLayout | None = None
     """Layout on the host, for backends with `reads_pages`; there are no groups then."""
     page_size: int = 0
+    paths: Paths | None = None
+    """Set if the model has recurrent layers."""
 
     def begun(self) -> AttentionMetadata:
         """Return the arguments of a new pass over the same buffers, whose numbers may be others."""
@@ -100,9 +104,13 @@ _RUNNING: ContextVar[tuple[AttentionMetadata, Tensor]] = ContextVar("running")
 @contextmanager
 def running(metadata: AttentionMetadata, positions_T: Tensor) -> Iterator[None]:
     """Let the hook attend for a pass, whose tokens have these positions."""
+    calls = None
+    if metadata.paths is not None:
+        calls = PathCalls(metadata.storage, metadata.slots_T, metadata.paths)
     token = _RUNNING.set((metadata, positions_T))
     try:
-        yield
+        with computing(calls):
+            yield
     finally:
         _RUNNING.reset(token)
 

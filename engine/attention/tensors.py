@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine.attention.states import States
 from engine.kernels.protocol import KVMoves
 from engine.kernels.torch_kernels import TORCH, Kernels
 
@@ -40,6 +41,8 @@ class LayerShape(NamedTuple):
     value_dim: int
     is_latent: bool = False
     """Whether V is the beginning of K (`latent.py`), so that K alone is stored."""
+    dtype: torch.dtype | None = None
+    """None is the type of the model's K and V."""
 
     @property
     def dim(self) -> int:
@@ -48,19 +51,28 @@ class LayerShape(NamedTuple):
             return self.num_kv_heads * self.key_dim
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a token; dtype: of the model's K and V."""
+        return self.dim * (self.dtype or dtype).itemsize
+
 
 @dataclass(frozen=True)
 class KVShape:
     """Shapes of one token's K and V in all layers."""
 
     layers: Mapping[int, LayerShape]
-    """Shape by layer; none for a layer without attention, or that reads another layer's K/V."""
+    """Shape by layer; none for a layer without attention, or that reads another layer's K/V.
+
+    Inputs of recurrent layers have negative numbers (`recurrent.py`).
+    """
     shared: Mapping[int, int] = field(default_factory=dict)
     """Layer whose K/V another one reads, by the reading layer."""
     hidden_dim: int = 0
     """Width of a hidden state; 0 if no drafter reads any."""
     taps: tuple[int, ...] = ()
     """Taps whose hidden states are stored with K and V."""
+    state_bytes: int = 0
+    """Bytes of a text's state in all recurrent layers."""
 
     @classmethod
     def equal(cls, num_layers: int, num_kv_heads: int, key_dim: int, value_dim: int) -> KVShape:
@@ -68,7 +80,12 @@ class KVShape:
         return cls(dict.fromkeys(range(num_layers), LayerShape(num_kv_heads, key_dim, value_dim)))
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        return (sum(layer.dim for layer in self.layers.values()) + self.all_hidden_dim) * dtype.itemsize
+        stored_bytes = sum(layer.num_bytes(dtype) for layer in self.layers.values())
+        return stored_bytes + self.all_hidden_dim * dtype.itemsize
+
+    def input_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a token's inputs of recurrent layers, a part of `token_bytes`."""
+        return sum(layer.num_bytes(dtype) for number, layer in self.layers.items() if number < 0)
 
     @property
     def all_hidden_dim(self) -> int:
@@ -77,7 +94,7 @@ class KVShape:
 
     def layer_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a token's K and V in the largest layer."""
-        return max(layer.dim for layer in self.layers.values()) * dtype.itemsize
+        return max(layer.num_bytes(dtype) for layer in self.layers.values())
 
 
 class KVTensors:
@@ -95,7 +112,9 @@ class KVTensors:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels = TORCH,
+        num_states: int = 8,
     ) -> None:
+        self.states = States(num_states)
         self.num_slots = num_slots
         self.shared = shape.shared
         self.latent = frozenset(number for number, layer in shape.layers.items() if layer.is_latent)
@@ -107,7 +126,7 @@ class KVTensors:
         self._gathered: dict[tuple[torch.Size, torch.Size], tuple[torch.Tensor, torch.Tensor]] = {}
         for layer_shape in dict.fromkeys(shape.layers.values()):
             numbers = [number for number, other in shape.layers.items() if other == layer_shape]
-            stacked = self._allocate(layer_shape, len(numbers), dtype, device)
+            stacked = self._allocate(layer_shape, len(numbers), layer_shape.dtype or dtype, device)
             self._stacked.append(stacked)
             self.layers.update(zip(numbers, zip(*stacked, strict=True), strict=True))
         self.layers.update({reader: self.layers[source] for reader, source in shape.shared.items()})

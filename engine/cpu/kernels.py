@@ -6,9 +6,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cpu.compiled import block_loops, random_numbers, row_loops
+from engine.cpu.compiled import block_loops, random_numbers, recurrence_loops, row_loops
 from engine.cpu.compiled.row_loops import arrays_of
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, Floats, Ints, ProbsTable, TextNodes
+from engine.kernels.protocol import (
+    ChainNoise,
+    Chains,
+    ChainVerdict,
+    Filters,
+    Floats,
+    Ints,
+    ProbsTable,
+    RecurrentSteps,
+    TextNodes,
+)
 from engine.kernels.torch_kernels import Kernels
 
 
@@ -55,6 +65,29 @@ class NumbaKernels(Kernels):
         count = block_loops.race(*arrays, verdict_3B.numpy())
         assert count == chains.shape[0], "the chains are not of as many requests as their shape says"
         return ChainVerdict(*verdict_3B)
+
+    def recur(
+        self,
+        inputs_SW: Tensor,
+        query_TGK: Tensor,
+        scale_HX: Tensor,
+        has_beta: bool,
+        states_PHKV: Tensor,
+        steps: RecurrentSteps,
+    ) -> Tensor:
+        output_THV = states_PHKV.new_empty(len(query_TGK), states_PHKV.shape[1], states_PHKV.shape[3])
+        recurrence_loops.recur(
+            inputs_SW.numpy(),
+            query_TGK.contiguous().numpy(),
+            scale_HX.contiguous().numpy(),
+            has_beta,
+            states_PHKV.numpy(),
+            steps.steps,
+            steps.begins,
+            steps.first_states,
+            output_THV.numpy(),
+        )
+        return output_THV
 
     def uniform(self, seed_C: Ints, position_C: Ints, purpose_P: Ints, rank_C: Ints, length: int) -> Floats:
         return random_numbers.uniform(seed_C, position_C, purpose_P, rank_C, length)

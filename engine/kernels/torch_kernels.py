@@ -29,6 +29,7 @@ from engine.kernels.protocol import (
     Ints,
     KVMoves,
     ProbsTable,
+    RecurrentSteps,
     TextNodes,
 )
 
@@ -192,6 +193,43 @@ class Kernels:
         purposes = purpose_P[:, None, None]
         depths = np.arange(length)
         return noise.uniform(seed_C[:, None], position_C[:, None], purposes, rank_C[:, None], depths)
+
+    def recur(
+        self,
+        inputs_SW: Tensor,
+        query_TGK: Tensor,
+        scale_HX: Tensor,
+        has_beta: bool,
+        states_PHKV: Tensor,
+        steps: RecurrentSteps,
+    ) -> Tensor:
+        """Return [T, H, V] outputs of a recurrence, and store states (`attention/recurrent.py`).
+
+        inputs_SW: of all slots, each with key, value, rate and beta of its token.
+        """
+        _, num_heads, key_dim, value_dim = states_PHKV.shape
+        num_groups = query_TGK.shape[1]
+        first_value = num_groups * key_dim
+        ends = (first_value, first_value + num_heads * value_dim, inputs_SW.shape[1] - has_beta * num_heads)
+        output_THV = states_PHKV.new_zeros(len(query_TGK), num_heads, value_dim)
+        for number, first in enumerate(steps.first_states.tolist()):
+            text = states_PHKV[first].clone() if first >= 0 else torch.zeros_like(states_PHKV[0])
+            nodes = {-1: text}
+            for slot, source, node, row, kept in steps.steps[:, slice(*steps.begins[number : number + 2])].T.tolist():
+                key, value, rate, beta = inputs_SW[slot].tensor_split(ends)
+                key_HK1 = key.view(num_groups, -1).repeat_interleave(num_heads // num_groups, 0).unsqueeze(-1)
+                state = nodes[source] * (scale_HX * rate.view(num_heads, -1)).exp().unsqueeze(-1)
+                added_HV = value.view(num_heads, -1)
+                if has_beta:
+                    added_HV = beta[:, None] * (added_HV - (state * key_HK1).sum(1))
+                state = state + key_HK1 * added_HV.unsqueeze(1)
+                nodes[node] = state
+                if row >= 0:
+                    query_HK = query_TGK[row].repeat_interleave(num_heads // num_groups, 0)
+                    output_THV[row] = (state * query_HK.unsqueeze(-1)).sum(1)
+                if kept >= 0:
+                    states_PHKV[kept] = state
+        return output_THV
 
     def move(self, storages: Sequence[Tensor], moves: Sequence[KVMoves]) -> None:
         """Move rows of contiguous [layers, slots, heads, dim] in place, by sequence.

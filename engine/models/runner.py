@@ -16,6 +16,7 @@ from engine.attention.attention import AttentionMetadata, PagedKernel
 from engine.attention.groups import groups_of
 from engine.attention.inputs import NO_NODES, Ints, SequenceInput, StepLayout, build, build_all
 from engine.attention.paged import DevicePass, Paged, on_host, upload
+from engine.attention.paths import Paths
 from engine.attention.tensors import KVShape, KVTensors
 from engine.kernels.protocol import KVMoves
 from engine.kernels.torch_kernels import TORCH, Kernels
@@ -63,12 +64,13 @@ class ModelRunner:
         has_spare_block: bool = False,
         kernels: Kernels = TORCH,
         never_written: Sequence[int] = (),
+        num_states: int = 8,
     ) -> None:
         """backend: None is transformers; ranks: processes of a split model.
 
         paged_kernel: attends for all sequences at once; has_spare_block: one block more than the
         pool, for padding; kernels: operations on distributions, chains and K/V; never_written:
-        tokens whose logits are minus infinity.
+        tokens whose logits are minus infinity; num_states: places for states of recurrent layers.
         """
         self.paged_kernel = paged_kernel
         self._ranks = ranks
@@ -86,8 +88,9 @@ class ModelRunner:
         self._never_written = torch.tensor(never_written, device=self.device) if never_written else None
         kv_dtype = self.backend.kv_dtype
         self._layer_bytes = shape.layer_bytes(kv_dtype)
+        self._is_recurrent = shape.input_bytes(kv_dtype) > 0
         num_slots = (num_blocks + has_spare_block) * block_size
-        self.storage = KVTensors(shape, num_slots, kv_dtype, self.device, kernels)
+        self.storage = KVTensors(shape, num_slots, kv_dtype, self.device, kernels, num_states)
 
     @property
     def fast_paths(self) -> dict[str, bool]:
@@ -172,6 +175,7 @@ class ModelRunner:
         )
         with torch.inference_mode():
             self.storage.wipe(slots.flatten().to(self.device))
+        self.storage.states.forget(slots.flatten().tolist())
 
     def tune(self, most_cores: int) -> None:
         """Measure on how many cores passes are fastest; needs an unused pool."""
@@ -211,7 +215,8 @@ class ModelRunner:
             return self.paged_metadata(tensors.slots_T, tensors.paged)
         slots = _as_slice(layout.slots_T)
         groups = groups_of(layout, self.block_size, self._layer_bytes, self.device)
-        return AttentionMetadata(self.storage, tensors.slots_T if slots is None else slots, groups)
+        paths = Paths(layout, self.block_size) if self._is_recurrent else None
+        return AttentionMetadata(self.storage, tensors.slots_T if slots is None else slots, groups, paths=paths)
 
 
 def _as_slice(slots_T: Ints) -> slice | None:

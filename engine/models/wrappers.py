@@ -20,7 +20,8 @@ WRAPPERS = {
     **dict.fromkeys(
         """
         aya_vision cohere2_vision deepseek_vl exaone4_5 gemma3 gemma3n gemma4 gemma4_unified got_ocr2 idefics3
-        internvl kimi_k25 lighton_ocr llama4 llava llava_next llava_onevision mistral3 paligemma smolvlm video_llama_3
+        internvl kimi_k25 lfm2_vl lfm3_vl lighton_ocr llama4 llava llava_next llava_onevision minicpm_ocr minicpmv4_6
+        minicpmv4_7 mistral3 paligemma qwen3_5 qwen3_5_moe smolvlm video_llama_3
         """.split(),
         SAME_TYPE,
     ),

@@ -1,7 +1,7 @@
 """Reads transformers configurations, and refuses architectures that would be served wrongly.
 
 Some architectures run through the attention hook without an exception but compute wrong logits
-(recurrent or hybrid layers, encoders). So there is a list of supported families here, and a probe
+(layers with other state, encoders). So there is a list of supported families here, and a probe
 of every model (`probe.py`).
 """
 
@@ -18,7 +18,14 @@ from engine.start.refusals import refusal
 # Families whose logits through the hook equal plain transformers, by
 # tests/models/test_architectures.py.
 # Text models of the wrappers in `models/wrappers.py` have one of these types.
-FITTING_MODEL_TYPES = frozenset(
+RECURRENT_MODEL_TYPES = frozenset(
+    """
+    bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2
+    nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next zamba2
+    """.split()
+)
+"""Families with recurrent layers or short convolutions."""
+FITTING_MODEL_TYPES = RECURRENT_MODEL_TYPES | frozenset(
     """
     llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 gpt_neox gpt2 opt olmo2
     afmoe apertus arcee axk1 bitnet cohere cohere2 cwm deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe exaone4
@@ -51,3 +58,18 @@ def check_config(name: str, config: Any) -> None:
         raise ConfigError(f"{name}: an encoder-decoder model ({config.model_type}); only causal LMs are served")
     if config.model_type not in FITTING_MODEL_TYPES:
         raise ConfigError(f"{name}: {refusal(config.model_type, FITTING_MODEL_TYPES)}")
+
+
+def check_machine(name: str, config: Any, device_type: str, num_ranks: int) -> None:
+    """Raise ConfigError for a model with recurrent layers that is not served by one CPU process."""
+    if config.model_type not in RECURRENT_MODEL_TYPES:
+        return
+    if device_type != "cpu":
+        raise ConfigError(
+            f"{name}: {config.model_type} has recurrent layers or short convolutions, which have no kernels for "
+            f"{device_type}; serve it with --device cpu"
+        )
+    if num_ranks > 1:
+        raise ConfigError(
+            f"{name}: {config.model_type} has recurrent layers, which are not split; leave --tensor-parallel-size out"
+        )

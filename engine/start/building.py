@@ -54,7 +54,7 @@ from engine.start.limits import (
     report_context,
 )
 from engine.start.loading import LoadedModel, Progress, end_tokens, load_pair
-from engine.start.memory import MemoryPlan, StoredModel, blocks_of, plan_memory
+from engine.start.memory import MemoryPlan, StoredModel, blocks_of, num_states, plan_memory
 from engine.start.miniature import check_long_texts
 from engine.start.number_formats import draft_model_config
 from engine.start.outlines import outline_pair
@@ -139,10 +139,11 @@ class _Part(NamedTuple):
     @property
     def stored(self) -> StoredModel:
         """Return the K/V that the model stores."""
-        return StoredModel(self.shape.token_bytes(self.choice.backend.kv_dtype), self.num_spare)
+        token_bytes = self.shape.token_bytes(self.choice.backend.kv_dtype)
+        return StoredModel(token_bytes, self.num_spare, self.shape.state_bytes)
 
     def runner(
-        self, num_blocks: int, block_size: int, vocab_size: int, is_recorded: bool, kernels: Kernels
+        self, num_blocks: int, config: EngineConfig, vocab_size: int, is_recorded: bool, kernels: Kernels
     ) -> ModelRunner:
         """Return a runner with storage for a pool of `num_blocks`."""
         is_head = isinstance(self.model.model, Head)
@@ -151,7 +152,7 @@ class _Part(NamedTuple):
             self.model.model,
             self.shape,
             num_blocks + self.num_spare,
-            block_size,
+            config.cache.block_size,
             vocab_size,
             self.choice.backend,
             self.model.ranks,
@@ -159,6 +160,7 @@ class _Part(NamedTuple):
             is_recorded,
             kernels,
             () if is_head else self.model.placeholder_ids,
+            num_states(config),
         )
 
 
@@ -204,11 +206,10 @@ class _Assembly:
 
     def runners(self, num_blocks: Sequence[int]) -> list[ModelRunner]:
         """Return a runner of each model, with storage for its number of blocks."""
-        block_size = self.config.cache.block_size
         vocab_size = self.facts.vocab_size
         is_recorded = self.is_recorded
         return [
-            part.runner(count, block_size, vocab_size, is_recorded, self.kernels)
+            part.runner(count, self.config, vocab_size, is_recorded, self.kernels)
             for part, count in zip(self.parts, num_blocks, strict=False)
         ]
 

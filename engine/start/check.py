@@ -17,7 +17,7 @@ from engine.models.checkpoint import context_length
 from engine.models.importing import import_transformers
 from engine.models.kinds import may_decode
 from engine.models.wrappers import wrapper_of
-from engine.start.architectures import check_config, read_config
+from engine.start.architectures import check_config, check_machine, read_config
 from engine.start.loading import adopt
 from engine.start.number_formats import arithmetic_dtype, choose_device
 from engine.start.probe import find_kv_shape
@@ -42,6 +42,7 @@ def describe(name: str, revision: str | None, wanted_device: str) -> Iterator[st
     config = read_config(name, revision)
     check_config(name, config)
     device = choose_device(wanted_device)
+    check_machine(name, config, device.type, 1)
     wrapper = wrapper_of(config)
     part = f", the text part of {wrapper}; images are refused" if wrapper else ""
     yield f"served: {config.model_type}{part}"
@@ -51,11 +52,13 @@ def describe(name: str, revision: str | None, wanted_device: str) -> Iterator[st
     yield f"context: {reach:,} tokens"
     model = _without_weights(config)
     weights = weight_bytes(model, config, device, is_own)
-    token = kv_bytes(model, config, device)
-    yield f"weights: {weights / _GIB:.1f} GiB, K/V: {token:,} bytes a token"
+    token, inputs, state = stored_bytes(model, config, device)
+    yield f"weights: {weights / _GIB:.1f} GiB, K/V: {token - inputs:,} bytes a token"
+    if inputs:
+        yield f"recurrent layers: inputs of {inputs:,} bytes a token, a state of {state:,} bytes a request"
     free = _free_bytes(device) - weights
     if free > token:
-        yield f"this machine: K/V of {min(reach, free // token):,} tokens fits next to the weights"
+        yield f"this machine: {min(reach, free // token):,} tokens fit next to the weights"
     else:
         yield "this machine: the weights do not fit; serve a checkpoint with fewer bits, or a smaller model"
     drafts = _DRAFTS.get(config.model_type, "a smaller model of its family with the same tokens")
@@ -70,14 +73,15 @@ def weight_bytes(model: Any, config: Any, device: torch.device, is_own: bool) ->
     return dtype_bytes * sum(int(parameter.numel()) for parameter in model.parameters())
 
 
-def kv_bytes(model: Any, config: Any, device: torch.device) -> int:
-    """Return the bytes of a token's K and V in all layers."""
+def stored_bytes(model: Any, config: Any, device: torch.device) -> tuple[int, int, int]:
+    """Return (bytes of a token, the share of recurrent layers' inputs, bytes of a state)."""
     stored = getattr(config, "dtype", None) or torch.float32
     dtype = torch.float32 if device.type == "cpu" else stored
     try:
-        return find_kv_shape(adopt(model, config.model_type)).token_bytes(dtype)
+        shape = find_kv_shape(adopt(model, config.model_type))
+        return shape.token_bytes(dtype), shape.input_bytes(dtype), shape.state_bytes
     except (RuntimeError, NotImplementedError):  # code that reads numbers, which such a model lacks
-        return int(_kv_numbers(config)) * int(dtype.itemsize)
+        return int(_kv_numbers(config)) * int(dtype.itemsize), 0, 0
 
 
 def _kv_numbers(config: Any) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.kernels.checks import raise_if_lost
 from engine.kernels.draw import categorical
-from engine.kernels.protocol import ChainNoise, Chains, Filters, ProbsTable
+from engine.kernels.protocol import ChainNoise, Chains, Filters, ProbsTable, RecurrentSteps
 from engine.kernels.torch_kernels import TORCH, Kernels
 
 log = logging.getLogger("polydraft")
@@ -174,6 +174,35 @@ def _chains(device: torch.device, width: int = 2500) -> tuple[Chains, ProbsTable
     return chains, ProbsTable(target_NV, target_row_CX, TORCH), ChainNoise(**drawn)
 
 
+def _recurrences(device: torch.device) -> Iterator[tuple[Any, ...]]:
+    """Yield operands of GDN, of a decay for each line of a state, and of Mamba 2 and 1.
+
+    A text of two tokens continues from a state and stores one; three nodes follow, two of them
+    siblings. The second text begins with zeros.
+    """
+    table = [(4, -1, -1, -1, -1), (1, -1, -1, 0, 1), (2, -1, 0, 1, -1), (0, 0, 1, 2, -1), (3, 0, 2, 3, -1)]
+    columns = np.array([*table, (5, -1, -1, 4, -1)], dtype=np.int64).T.copy()
+    steps = RecurrentSteps(columns, np.array([0, 5, 6]), np.array([0, -1]))
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.arange(torch.Size(shape).numel(), device=device).mul(1.7).sin().view(shape)
+
+    for groups, heads, key_dim, value_dim, rates, scales, has_beta in (
+        (2, 4, 8, 6, 1, 1, True),
+        (4, 4, 8, 8, 8, 1, True),
+        (1, 4, 8, 6, 1, 1, False),
+        (1, 12, 4, 1, 1, 4, False),
+    ):
+        width = groups * key_dim + heads * (value_dim + rates + has_beta)
+        inputs_SW = numbers(6, width)
+        query, scale, states = (
+            numbers(5, groups, key_dim),
+            -numbers(heads, scales).abs(),
+            numbers(2, heads, key_dim, value_dim),
+        )
+        yield inputs_SW, query, scale, has_beta, states, steps
+
+
 def cases(device: torch.device) -> Mapping[str, Sequence[tuple[Any, ...]]]:
     """Return operands on which each operation is compared."""
     logits = [_logits(width, device) for width in _WIDTHS]
@@ -219,5 +248,6 @@ def cases(device: torch.device) -> Mapping[str, Sequence[tuple[Any, ...]]]:
             for chosen in (Filters(), request_filters)
         ],
         "uniform": [(*_NAMES, np.arange(1, 11), np.arange(4), 5)],
+        "recur": list(_recurrences(device)),
         "move": [([storage.to(dtype) for storage in storages], moves) for dtype in (torch.float32, torch.bfloat16)],
     }

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.config import DraftFacts, EngineConfig, EngineFacts
+from engine.config import MODEL, DraftFacts, EngineConfig, EngineFacts
 from engine.config_check import early_facts
 from engine.errors import ConfigError
 from engine.scheduling.request_checks import check_defaults
 from engine.speculation.conditions import DRAFTER_FACTS
+from engine.start.architectures import RECURRENT_MODEL_TYPES
 from engine.start.outlines import Outline
 
 log = logging.getLogger("polydraft")
@@ -30,6 +31,12 @@ def check_outlines(config: EngineConfig, outlines: Sequence[Outline]) -> None:
         longest = outline.max_draft_length
         if longest and length > longest:
             raise ConfigError(f"--draft-length {length}: {outline.name} drafts at most {longest} tokens; lower it")
+        window = config.speculation.draft_window
+        if window and outline.drafter == MODEL and outline.model_type in RECURRENT_MODEL_TYPES:
+            raise ConfigError(
+                f"--draft-window {window}: {outline.name} has recurrent layers or short convolutions, which read the "
+                "whole text; leave the flag out"
+            )
 
 
 def limit_drafts(config: EngineConfig, draft: Outline | None) -> EngineConfig:

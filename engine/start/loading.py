@@ -20,6 +20,7 @@ import torch
 
 from engine.attention.attention import HOOK, register
 from engine.attention.latent import METHOD, store_latents
+from engine.attention.recurrent import replace_recurrences
 from engine.config import ModelConfig
 from engine.errors import LoadError, first_line
 from engine.heads.head import Head
@@ -270,6 +271,7 @@ def adopt(model: Any, name: str) -> LoadedModel:
     model.eval().requires_grad_(False)
     latent = [module for module in model.modules() if hasattr(type(module), METHOD) and is_plain(module.kv_b_proj)]
     store_latents(latent, HOOK)
+    replace_recurrences(model.modules())
     eos = model.generation_config.eos_token_id if model.generation_config else None
     if eos is None:
         eos = config.eos_token_id

@@ -39,7 +39,7 @@ class MemoryPlan:
     pool_bytes: Sequence[int]
     """K/V of each model, with spare blocks."""
     kept_back: Mapping[str, int]
-    """Working memory of steps."""
+    """Working memory of steps, and states of recurrent layers."""
 
 
 class StoredModel(NamedTuple):
@@ -48,6 +48,8 @@ class StoredModel(NamedTuple):
     token_bytes: int
     spare_blocks: int = 0
     """Blocks besides the pool."""
+    state_bytes: int = 0
+    """State of a text in recurrent layers."""
 
 
 def plan_memory(
@@ -69,6 +71,9 @@ def plan_memory(
         "workspace": _workspace_bytes(config, facts.vocab_size),
         "graphs": recorded_bytes,
     }
+    state_bytes = num_states(config) * sum(model.state_bytes for model in models)
+    if state_bytes:
+        kept_back["states"] = state_bytes
     longest = facts.max_model_len
     block_size = config.cache.block_size
     block_bytes = [block_size * model.token_bytes for model in models]
@@ -103,6 +108,11 @@ def plan_memory(
 def blocks_of(length: int, config: EngineConfig) -> int:
     """Return the blocks of a text of this length with its drafts."""
     return -(-(length + lookahead(config)) // config.cache.block_size)
+
+
+def num_states(config: EngineConfig) -> int:
+    """Return the places for states: one a running request, and as many for cached prefixes."""
+    return 2 * config.scheduler.max_num_seqs
 
 
 def _window_blocks(config: EngineConfig) -> int:

@@ -28,12 +28,16 @@ LENGTHS = {
     "index_topk": 8,
     "index_block_size": 4,
     "window_size": 6,
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
 }
 """Fields of configurations that are lengths, and their values in a miniature."""
 _ROPE_LENGTHS = {"original_max_position_embeddings": 10}
 _MOST_POSITIONS = 256
 _VOCABULARY = 101
 _WIDTH, _HEADS, _KV_HEADS, _HEAD_DIM, _INNER, _EXPERTS, _EXPERT_INNER = 32, 4, 2, 8, 48, 4, 16
+_WIDE = 2 * _WIDTH
+_STATE, _RANK, _STATE_HEADS = 8, 4, 8
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), _VOCABULARY),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), _WIDTH),
@@ -58,6 +62,22 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("initializer_range", "init_std"), 0.3),
     "query_pre_attn_scalar": _HEAD_DIM,
 }
+_RECURRENT_SIZES: dict[str, Any] = {
+    **dict.fromkeys(("linear_num_heads", "linear_num_value_heads"), 4),
+    **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), _HEAD_DIM),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), _WIDE // _STATE_HEADS),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads"), _STATE_HEADS),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), _STATE),
+    **dict.fromkeys(("mamba_d_ssm", "attention_hidden_size"), _WIDE),
+    **dict.fromkeys(("mamba_dt_rank", "time_step_rank", "adapter_rank"), _RANK),
+    **dict.fromkeys(("mamba_n_groups", "mamba_ngroups", "n_groups", "num_expert_group"), 1),
+    **dict.fromkeys(("attn_layer_period", "expert_layer_period"), 2),
+    **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), 1),
+    "attention_head_dim": _WIDE // _HEADS,
+    "linear_num_key_heads": 2,
+    "moe_shared_expert_intermediate_size": _EXPERT_INNER,
+}
+"""Sizes of recurrent layers and of the attention next to them; both widen the stream by two."""
 _LATENT_SIZES: dict[str, Any] = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
     **dict.fromkeys(("head_dim", "qk_rope_head_dim"), 4),
@@ -67,9 +87,9 @@ _LATENT_SIZES: dict[str, Any] = {
     "v_head_dim": 6,
 }
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_LAYER_NUMBERS = ("moe_layers", "mlp_only_layers")
+_LAYER_NUMBERS = ("moe_layers", "mlp_only_layers", "attn_layer_indices")
 """Lists of the numbers of some layers."""
-_LEFT_OUT = ("quantization_config", "transformers_version", "architectures", "dtype", "model_type")
+_LEFT_OUT = ("quantization_config", "transformers_version", "architectures", "dtype", "model_type", "hybrid_layer_ids")
 _TOKENS = {"bos_token_id": 1, "pad_token_id": 0, "eos_token_id": None}
 _FEWEST_LAYERS = 2
 
@@ -117,7 +137,7 @@ def miniature(config: Any) -> Any:
 
 def _sizes(fields: dict[str, Any]) -> dict[str, Any]:
     """Return small sizes for fields of a configuration, and of the parts of its layers in it."""
-    sizes = {key: value for key, value in _SIZES.items() if key in fields}
+    sizes = {key: value for key, value in (_SIZES | _RECURRENT_SIZES).items() if key in fields}
     if fields.get("kv_lora_rank"):
         sizes |= {key: value for key, value in _LATENT_SIZES.items() if fields.get(key)}
     for name, part in fields.items():

@@ -34,6 +34,7 @@ from engine.attention.attention import HOOK, PagedKernel
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
 from engine.attention.latent import has_latents
 from engine.attention.masks import record_mask, register_masks
+from engine.attention.recurrent import ShapeCalls, computing, input_shapes
 from engine.attention.tensors import KVShape, LayerShape
 from engine.config import ModelConfig
 from engine.cuda.lean_decoder import LeanDecoder
@@ -132,6 +133,8 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
         return query.new_zeros(1, query.shape[2], query.shape[1], width), None
 
     def shapes(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        if module.layer_idx < 0:  # blocks that share weights; they share no K and V
+            module.layer_idx = len(layers)
         sources = [layer for other_key, other_value, layer in seen if other_key is key and other_value is value]
         if sources:
             shared[module.layer_idx] = sources[0]
@@ -150,14 +153,19 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
     register_masks(f"{HOOK}_masks")
     # A cache returns other tensors for the K and V of layers that share. Without one, masks would
     # also part texts that are packed into one row; of two tokens, Gemma 4 would cut them.
-    passes = (("shapes", shapes, [1, 2], None), ("masks", masks, [1], transformers.DynamicCache()))
-    for name, record, text, cache in passes:
+    empty = transformers.DynamicCache(config=loaded.model.config)
+    inputs = ShapeCalls()
+    passes = (("shapes", shapes, [1, 2], None, inputs), ("masks", masks, [1], empty, None))
+    for name, record, text, cache, calls in passes:
+        if cache is not None and not layers:
+            break  # no layer attends, and no mask is built
         transformers.AttentionInterface.register(f"{HOOK}_{name}", record)
-        with attention(loaded.model, f"{HOOK}_{name}"), torch.inference_mode():
+        with attention(loaded.model, f"{HOOK}_{name}"), torch.inference_mode(), computing(calls):
             plain_forward(loaded.model, [text], cache)
+    layers |= input_shapes(inputs)
     if not layers:
         raise LoadError(f"{loaded.name}: none of its layers attends through the hook; not supported")
-    return KVShape(layers, shared)
+    return KVShape(layers, shared, state_bytes=inputs.state_bytes)
 
 
 def choose_backend(

@@ -10,12 +10,7 @@ from difflib import get_close_matches
 
 REASONS = {
     "layers without K and V between others": "mllama",
-    "recurrent layers, which keep a state of the whole text": """
-        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear mamba mamba2 minicpm_ocr
-        minicpmv4_6 minicpmv4_7 minimax nemotron_h nemotron_h_omni olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text
-        qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2 zaya
-    """,
-    "short convolutions, which read inputs of earlier tokens": "lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl",
+    "recurrent layers of another kind": "minimax recurrent_gemma rwkv xlstm zamba zaya",
     "an indexer that chooses the keys of a token": """
         axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm5_next glm_moe_dsa hy_v4 minimax_m3_vl
         minimax_m3_vl_text qwen4_exp qwen4_exp_text
@@ -35,7 +30,7 @@ REASONS = {
     """,
     "a test of its text model next to the whole wrapper": """
         blip-2 deepseek_vl_hybrid fast_vlm fuyu hyperclovax_vision_v2 idefics2 instructblip instructblipvideo janus
-        llava_next_video ovis2 perception_lm pp_chart2table qianfan_ocr shieldgemma2 video_llava vipllava aria
+        llava_next_video nemotron_h_omni ovis2 perception_lm pp_chart2table qianfan_ocr shieldgemma2 video_llava vipllava aria
     """,
     "a causal language model of its text in transformers": "mistral4 mistral_large4 step3p7",
     "attention to another text or to images": "evolla git idefics kosmos-2 kosmos-2.5",

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from engine.models.wrappers import WRAPPERS
-from engine.start.architectures import FITTING_MODEL_TYPES
+from engine.start.architectures import FITTING_MODEL_TYPES, RECURRENT_MODEL_TYPES
 from engine.start.loading import LoadedModel, load
 from engine.start.miniature import LENGTHS, miniature
 from engine.start.plain_passes import attention
@@ -63,11 +63,26 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
     },
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "head_dim": 16,
+        "mamba_d_state": 8,
+        "n_mamba_heads": 8,
+        "adapter_rank": 4,
+        "chunk_size": 8,
+    },
 }
-"""Fields of types whose layers have several shapes; a miniature has few layers."""
+"""Fields of types whose layers have several shapes or share blocks; a miniature has few layers."""
 _WINDOWED = {"use_sliding_window": True, "sliding_window": LENGTHS["sliding_window"]}
+_CONVOLVED = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}
 _MORE: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
+    "lfm2": _CONVOLVED,
+    "lfm2_moe": _CONVOLVED,
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp", "moe"]},
     "phimoe": _WINDOWED,
     "qwen2": _WINDOWED | {"max_window_layers": 1},
     "qwen2_moe": _WINDOWED,
@@ -179,6 +194,8 @@ def wrapper_config(name: str, placeholders: dict[str, int], more: dict[str, Any]
     inner = base.get_text_config()
     if inner is base:
         return miniature(base)
+    if inner.model_type in RECURRENT_MODEL_TYPES:
+        inner = transformers.AutoConfig.for_model(inner.model_type, **_MORE.get(inner.model_type, {}))
     text = _text_fields(name, inner) | more
     encoder_type = base.vision_config.model_type if base.vision_config else f"{name}_vision"
     encoder = _ENCODER | {"model_type": encoder_type}

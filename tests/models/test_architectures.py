@@ -76,8 +76,10 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
 # Mixed prompt lengths; a budget of 26 tokens cuts every longer prompt into chunks, 12 blocks of 8
 # force preemption.
 LENGTHS = (3, 30, 1, 47, 12)
-IN_THE_GATE = {"dots1", "gemma4_text", "glm4_moe_lite", "idefics3", "llama4_text", "qwen3", "qwen3_vl", "stablelm"}
-"""Types of each group: shapes, latents, chunks, windows in our own decoder, wrappers."""
+IN_THE_GATE = frozenset(
+    "dots1 gemma4_text glm4_moe_lite idefics3 llama4_text qwen3 qwen3_5_text qwen3_vl stablelm".split()
+)
+"""Types of each group: shapes, latents, chunks, own decoders, recurrences, wrappers."""
 EVERY = sorted({*families.NAMES, *WRAPPERS})
 CROWDED = {"budget": 26, "num_blocks": 12, "max_model_len": 80}
 

@@ -28,6 +28,14 @@ def test_bytes_of_a_token_count_what_layers_store(
     assert f"K/V: {token_bytes:,} bytes a token" in text
 
 
+def test_inputs_of_recurrent_layers_are_named_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One layer attends. Two have a convolution, and k, v and gates of 4 heads."""
+    families.config("qwen3_5_text").save_pretrained(tmp_path)
+    _, text = text_of(tmp_path, capsys)
+    assert "K/V: 128 bytes a token" in text
+    assert "recurrent layers: inputs of 960 bytes a token, a state of 2,048 bytes a request" in text
+
+
 def test_configuration_alone_shows_how_a_model_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A wrapper's text has our own decoder; a refused type names what is missing."""
     families.wrapper_config("qwen3_vl", families.PLACEHOLDERS, {}).save_pretrained(tmp_path)
@@ -36,9 +44,9 @@ def test_configuration_alone_shows_how_a_model_is_served(tmp_path: Path, capsys:
     assert "served: qwen3, the text part of qwen3_vl; images are refused" in text
     assert "decoder: our own (cpu)" in text
     assert "K/V: 256 bytes a token" in text  # 2 layers of 2 heads of 8 numbers, K and V, float32
-    assert "fits next to the weights" in text
+    assert "fit next to the weights" in text
     assert "drafts: Qwen3-0.6B" in text
-    transformers.MambaConfig().save_pretrained(tmp_path)
+    transformers.RwkvConfig().save_pretrained(tmp_path)
     code, text = text_of(tmp_path, capsys)
     assert code == 2
     assert "not served" in text

@@ -29,7 +29,7 @@ from tests.wrong import instead
 DEVICE = tiny.DEVICE
 CASES = cases(DEVICE)
 OWN = {
-    "Numba": ("distribution", "draw", "race", "decide", "uniform"),
+    "Numba": ("distribution", "draw", "race", "decide", "recur", "uniform"),
     "Triton": ("softmax", "truncated", "draw", "nucleus", "draw_residual", "race", "winners", "uniform", "move"),
 }
 EVERY = [(compiler, name) for compiler, names in OWN.items() for name in names]
@@ -84,6 +84,7 @@ WRONG: dict[str, dict[str, Callable[[Any], Any]]] = {
         }
         for operation in ("race", "winners")
     },
+    "recur": {"scaled": scaled, "another row": lambda found: found.roll(1, 0)},
     "uniform": {
         "another position": lambda found: np.roll(found, 1, 1),
         "another purpose": lambda found: np.roll(found, 1, 0),
