@@ -55,12 +55,12 @@ def engine_config(target: str, draft: str | None = None, **parts: object) -> Eng
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (transformers.MambaConfig(), "missing is recurrent layers"),
+        (transformers.RwkvConfig(), "missing is recurrent layers of another kind"),
         (transformers.BertConfig(), "missing is a causal language model"),
-        (transformers.Qwen3NextConfig(), "the nearest served type is qwen3_moe"),
+        (transformers.ZambaConfig(), "the nearest served type is zamba2"),
         (transformers.T5Config(), "encoder-decoder"),
     ],
-    ids=["mamba", "bert", "qwen3_next", "t5"],
+    ids=["rwkv", "bert", "zamba", "t5"],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_architectures_that_would_be_wrong_are_refused(config: object, reason: str) -> None:
@@ -79,7 +79,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     ("draft", "parts", "reason"),
     [
         ("missing", {}, "missing: no such model folder"),
-        ("mamba", {}, "architecture 'mamba'"),
+        ("rwkv", {}, "architecture 'rwkv'"),
         ("swapped", {}, "different vocabularies"),
         ("bare", {}, "this folder has no weights"),
         ("draft", {"speculation": SpeculationConfig(rule="nonsense")}, "--spec-rule nonsense: unknown; choose"),
@@ -101,7 +101,7 @@ def test_faults_are_found_before_weights_are_read(
     saved(tmp_path / "draft", words=words)
     shorten(tmp_path / "draft" / "config.json")
     saved(tmp_path / "swapped", words={"a": 0, "c": 1, "b": 2})
-    transformers.MambaConfig().save_pretrained(tmp_path / "mamba")
+    transformers.RwkvConfig().save_pretrained(tmp_path / "rwkv")
     shutil.copytree(tmp_path / "draft", tmp_path / "bare")
     (tmp_path / "bare" / "model.safetensors").unlink()
     config = engine_config(target, str(tmp_path / draft) if draft else None, **parts)
