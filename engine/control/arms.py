@@ -70,6 +70,8 @@ class Bucket:
     arms: dict[Fanout, StepArm] = field(default_factory=lambda: {NO_DRAFTS: StepArm(1.0)})
     current: Fanout = NO_DRAFTS
     """Arm of the present steps."""
+    num_observed: int = 0
+    """Steps from which something was learned."""
     num_in_block: int = 0
     """Steps of the present arm since it has taken over."""
     num_compared: int = 0
@@ -133,6 +135,7 @@ class Bucket:
 
     def observe(self, drafts: Fanout, load: float, rest: float, step_s: float, now_s: float) -> None:
         """Record a step. load, rest: its time, and without drafting, in guessed plain steps."""
+        self.num_observed += 1
         if drafts != self.current:
             self._num_next = self._num_next + 1 if drafts == self._next else 1
             self._next = drafts

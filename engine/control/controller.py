@@ -42,6 +42,8 @@ _PLAIN_STD = 0.035
 """Plain steps are tried until their time is known to this accuracy."""
 _SELDOM_S = 0.2
 """Most seconds between choices while plain decoding stays the best."""
+_LONGEST_TRIAL = 4
+"""Most steps of a trial over the steps that it should observe."""
 _MOST_PROMPT = 4.0
 """If prompts take longer than this number of plain steps, the shape is that of other steps."""
 
@@ -61,6 +63,8 @@ class BucketChoice:
     shape: Shape = PLAIN
     """Shape of the present block, and its steps that are left."""
     num_left: int = 0
+    last_observed: float = math.inf
+    """Observed steps of the bucket at which a trial ends."""
     num_steps: int = 0
     lost: float = 0.0
     """Time lost by trials, in steps of the best shape."""
@@ -104,7 +108,7 @@ class Controller:
         if turn is None:
             turn = self._turns[id(bucket)] = BucketChoice()
         turn.num_steps += 1
-        if turn.num_left <= 0:
+        if turn.num_left <= 0 or bucket.num_observed >= turn.last_observed:
             self._begin(turn, bucket, adaptive, others)
         turn.num_left -= 1
         self.shape = turn.shape
@@ -125,6 +129,7 @@ class Controller:
         longer = min(2 * turn.length, int(_SELDOM_S / plain_s)) if best == PLAIN == turn.best else 0
         turn.best = turn.shape = best
         turn.num_left = turn.length = max(num_steps, longer)
+        turn.last_observed = math.inf
         if bucket.usual is None:
             self.reads = best != PLAIN
         if known is not bucket or any(others):
@@ -136,7 +141,9 @@ class Controller:
         most = _EARLY_LOSS * math.sqrt(turn.num_steps) + _LOSS_SHARE * turn.num_steps
         if trial != best and turn.lost + lost <= most:
             turn.shape = trial
-            turn.num_left = num_steps
+            # Steps in which the draft model reads, or that begin an answer, say nothing.
+            turn.num_left = _LONGEST_TRIAL * num_steps
+            turn.last_observed = bucket.num_observed + num_steps
             turn.lost += lost
 
     def _best(self, turn: BucketChoice, values: dict[Shape, float]) -> Shape:

@@ -12,7 +12,7 @@ from bisect import bisect_left
 
 import msgspec
 
-from engine.control.arms import COLD_STEPS, Bucket, StepArm
+from engine.control.arms import Bucket, StepArm
 from engine.control.step_work import MIXED, NO_DRAFTS, StepWork
 from engine.fanout import Fanout, level_widths
 
@@ -73,8 +73,6 @@ class StepTimes:
         self._buckets: dict[tuple[int, bool], Bucket] = {}
         self._prompt_s = prices.prompt_s
         self._prompt_text_s = _TEXT_SHARE * prices.prompt_s
-        self._num_following = 0
-        """Steps in a row, each of which followed another one."""
         self.drafting: Bucket | None = None
         """Bucket of the last step that drafted without prompts."""
 
@@ -130,11 +128,6 @@ class StepTimes:
         """Return the seconds of a further row of text drafts."""
         return self.pace * self.text_row * self.prices.row_s
 
-    @property
-    def _is_cold(self) -> bool:
-        """Whether caches do not hold all weights, because the engine was idle before."""
-        return self._num_following <= COLD_STEPS
-
     def _prompts_s(self, work: StepWork) -> float:
         return self.pace * (work.prompt * self._prompt_s + work.prompt_text * self._prompt_text_s)
 
@@ -144,7 +137,6 @@ class StepTimes:
         learns: False for a step that did not follow another one, whose messages are not timed.
         """
         self.now_s = now_s
-        self._num_following = self._num_following + 1 if learns else 0
         if not work.rows:
             return PlainTimes(0.0, 0.0, wall_s - draft_s)
         bucket = self.bucket(work.rows)
@@ -162,12 +154,9 @@ class StepTimes:
             unit_s += prompts_s
         else:
             self.drafting = bucket if work.drafts else self.drafting
+            self._learn_pace(bucket, work, wall_s / unit_s)
         bucket.rows += _RATE * (work.rows - bucket.rows)
         bucket.text += _RATE * (work.text / work.rows - bucket.text)
-        if self._is_cold:
-            return plain
-        if not work.prompt:
-            self._learn_pace(bucket, work, wall_s / unit_s)
         arm = bucket.arms.get(work.drafts)
         if arm is None:
             arm = bucket.add(work.drafts)
@@ -186,11 +175,6 @@ class StepTimes:
         if arm is not None and arm.is_compared and bucket.is_measured:
             cost = max(1.0, arm.cost)
             usual_s = arm.recent * unit_s / cost
-            if self._is_cold:
-                # Plain decoding would have waited for its caches once, not for each token.
-                waited_s = max(0.0, wall_s - draft_s - prompt_s - arm.recent_rest * unit_s)
-                left_s -= waited_s
-                return PlainTimes(min(usual_s, left_s), usual_s, prompt_s + waited_s)
             # The draft model's reading of a prompt is no part of a usual step.
             return PlainTimes(min(usual_s, left_s) if work.prompt else left_s / cost, usual_s, prompt_s)
         plain = bucket.plain

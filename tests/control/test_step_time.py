@@ -45,12 +45,12 @@ class Served:
         self.machine = Machine(**costs)
         self.times = StepTimes(self.machine.prices())
 
-    def step(self, drafts: Fanout = (), rows: int = 1, follows: bool = True, **more: Any) -> tuple[PlainTimes, float]:
+    def step(self, drafts: Fanout = (), rows: int = 1, **more: Any) -> tuple[PlainTimes, float]:
         nodes = rows * sum(drafts) if drafts != MIXED else more.pop("nodes")
         work = StepWork(rows=rows, drafts=drafts, nodes=nodes, **more)
         seconds = sum(parts := self.machine.parts_s(work))
         self.machine.now += seconds
-        return self.times.observe(work, seconds, parts[0], self.machine.now, follows), seconds
+        return self.times.observe(work, seconds, parts[0], self.machine.now), seconds
 
     def run(self, drafts: Fanout, num_steps: int = 30, rows: int = 1) -> PlainTimes:
         """Return the plain times of the last of these steps."""
@@ -163,26 +163,6 @@ def test_cold_steps_say_nothing() -> None:
     served.machine.times = 1.0
     served.run((), 20)
     assert served.run(CHAIN).plain_s == pytest.approx(served.plain_s(), rel=0.01)
-
-
-@pytest.mark.parametrize("waits_once", [True, False])
-def test_plain_decoding_waits_once_for_cold_caches(waits_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first steps after a pause take twice as long, and say nothing about costs.
-
-    The wrong variant counts them as steps of a slower machine.
-    """
-    if not waits_once:
-        monkeypatch.setattr(StepTimes, "_is_cold", False)
-    served = Served()
-    served.run(())
-    served.run(CHAIN)
-    served.machine.times = 2.0
-    plain, seconds = served.step(CHAIN, follows=False)
-    rest_s = seconds - served.machine.parts_s(StepWork(rows=1, drafts=CHAIN, nodes=3))[0]
-    served.machine.times = 1.0
-    is_right = plain.plain_s == pytest.approx(served.plain_s(), rel=0.02)
-    assert is_right == waits_once
-    assert (plain.prompt_s == pytest.approx(rest_s / 2, rel=0.05)) == waits_once
 
 
 @pytest.mark.parametrize("most", [arms._CHANGE, math.inf])
