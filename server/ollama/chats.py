@@ -137,7 +137,7 @@ def as_completion(served: str, body: OllamaGenerateRequest) -> CompletionRequest
     """Return the request as the completion of a text. Raises RequestError."""
     for name in ("system", "images"):
         if getattr(body, name):
-            raise RequestError(f"{name} does not go with raw or suffix; leave one of them out", name, UNSUPPORTED)
+            raise RequestError(f"{name} does not go with raw or suffix; leave it out", name, UNSUPPORTED)
     fields = {"prompt": body.prompt, "suffix": body.suffix}
     return CompletionRequest.model_validate(_fields(served, body) | fields)
 

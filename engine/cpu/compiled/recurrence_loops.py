@@ -13,7 +13,7 @@ from engine.cpu.compiler import compiled_for_cpu
 
 @compiled_for_cpu(**EXACT)
 def recur(inputs, query, scale, has_beta, states, steps, begins, first_states, output):
-    """Fill output [T, H, V]; arguments as those of `Kernels.recur`."""
+    """Fill output [T, H, V]; the arguments are described at `Kernels.recur`."""
     num_heads, key_dim, value_dim = states.shape[1:]
     group_size = num_heads // query.shape[1]
     num_nodes = np.int64(1)

@@ -110,7 +110,7 @@ class Kept:
         return body.input, bool(response["store"])
 
     def names(self, names: str) -> str:
-        """Return those of the names that are found."""
+        """Return the names that are found."""
         found = ""
         for name in names:
             with contextlib.suppress(ApiError):

@@ -106,7 +106,7 @@ def lines_of(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def test_a_stream_of_lines_has_the_text_of_the_whole_answer(client: httpx.Client) -> None:
-    """The tokens are those of OpenAI's chat; the last line has counts and nanoseconds."""
+    """The tokens equal the tokens of OpenAI's chat; the last line has counts and nanoseconds."""
     body = {"model": MODEL, "messages": [USER], "options": SHORT}
     streamed = client.post(CHAT, json=body)
     assert streamed.headers["content-type"].startswith("application/x-ndjson")
