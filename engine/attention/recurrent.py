@@ -139,7 +139,7 @@ class PathCalls:
         return result_TC.to(rows_TC.dtype)
 
     def recur(self, operands: Operands) -> Tensor:
-        states = self._storage.states.of_call(self._number, operands.state_shape)
+        states = self._storage.states.states_of_call(self._number, operands.state_shape)
         stored = self._stored(operands.packed())
         has_beta = operands.beta is not None
         return self._storage.kernels.recur(stored, operands.query, operands.scale, has_beta, states, self._steps)

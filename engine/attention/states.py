@@ -31,7 +31,7 @@ class States:
         self._num_states = num_states
         self._tensors: dict[int, torch.Tensor] = {}
 
-    def of_call(self, number: int, shape: tuple[int, int, int]) -> torch.Tensor:
+    def states_of_call(self, number: int, shape: tuple[int, int, int]) -> torch.Tensor:
         """Return the states [places, H, D_k, D_v] of a call of every pass."""
         if number not in self._tensors:
             # Memory is taken when it is written to.

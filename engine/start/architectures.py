@@ -15,9 +15,6 @@ from engine.models.importing import import_transformers
 from engine.models.wrappers import text_config
 from engine.start.refusals import refusal
 
-# Families whose logits through the hook equal plain transformers, by
-# tests/models/test_architectures.py.
-# Text models of the wrappers in `models/wrappers.py` have one of these types.
 RECURRENT_MODEL_TYPES = frozenset(
     """
     bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2
@@ -25,6 +22,9 @@ RECURRENT_MODEL_TYPES = frozenset(
     """.split()
 )
 """Families with recurrent layers or short convolutions."""
+# Families whose logits through the hook equal plain transformers, by
+# tests/models/test_architectures.py. The text model of each wrapper in `models/wrappers.py` has one
+# of these types.
 FITTING_MODEL_TYPES = RECURRENT_MODEL_TYPES | frozenset(
     """
     llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 gpt_neox gpt2 opt olmo2

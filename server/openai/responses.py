@@ -262,7 +262,7 @@ def _echoed(body: ResponsesRequest, sampling: Sampling) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Record:
-    """How a response is kept."""
+    """Place of a response in the store, and its predecessor."""
 
     previous_response_id: str | None = None
     save: Callable[[dict[str, Any]], Awaitable[None]] | None = None

@@ -142,7 +142,7 @@ def test_the_oldest_make_room_and_the_old_are_gone(kept: Kept) -> None:
 
 
 def test_references_become_the_items(kept: Kept) -> None:
-    """As clients send them that know that the server has the items."""
+    """Clients send them if they know that the server has the items."""
     kept.answer("a", "hello")
     given = [{"role": "user", "content": "hello"}, {"type": "item_reference", "id": "msg_a"}]
     whole, _ = kept.answer("b", [*given, {"role": "user", "content": "more"}])

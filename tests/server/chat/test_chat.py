@@ -165,7 +165,7 @@ def test_without_a_terminal_or_a_daemon_it_says_what_to_do(capsys: pytest.Captur
 
 
 def said(conversation: Conversation, *commands: str) -> str:
-    """What the terminal shows for some commands."""
+    """Return the text that the terminal shows for some commands."""
     written = io.StringIO()
     with create_app_session(output=Vt100_Output(written, lambda: Size(24, 80), term="xterm")):
         for command in commands:

@@ -142,7 +142,7 @@ def test_a_system_prompt_and_a_prompt_are_a_chat() -> None:
 
 
 def test_results_answer_the_open_calls() -> None:
-    """By id, by the function's name, or in order."""
+    """Calls are found by id, by the function's name, or in order."""
     calls = [{"function": {"name": name, "arguments": {}}} for name in ("a", "b", "a")]
     named = {"id": "seventh01", "function": {"name": "c", "arguments": {}}}
     results: list[dict[str, Any]] = [{"tool_name": "b"}, {"tool_call_id": "seventh01"}, {}, {"tool_name": "a"}]
