@@ -25,8 +25,8 @@ COPY loadtest loadtest
 COPY deploy/*.py deploy/
 # The commit of this tree, for /version and the label below: --build-arg COMMIT=$(git rev-parse HEAD).
 ARG COMMIT=
-RUN if [ -n "$COMMIT" ]; then echo "$COMMIT" > server/commit.txt; fi
-RUN /opt/polydraft/bin/pip install --no-deps --force-reinstall .
+RUN if [ -n "$COMMIT" ]; then echo "$COMMIT" > server/commit.txt; fi \
+    && /opt/polydraft/bin/pip install --no-deps --force-reinstall .
 
 FROM ${BASE_IMAGE}
 # On a CUDA device Triton needs a C compiler at run time: EXTRA_PACKAGES="gcc libc6-dev".

@@ -95,6 +95,15 @@ def one_seat(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
 
 
 @pytest.fixture
+def measured_seat(one_seat: Daemon) -> Daemon:
+    """`one_seat` after a plain answer: for a minute, its answers report a speedup."""
+    call = {"model": MODEL, "prompt": "hello", "max_tokens": 60, "ignore_eos": True, "speculation": {"enabled": False}}
+    with one_seat.client(KEYS[0]) as client:
+        assert client.post("/v1/completions", json=call).status_code == 200
+    return one_seat
+
+
+@pytest.fixture
 def one_seat_http(one_seat: Daemon) -> Iterator[httpx.Client]:
     """A client of `one_seat` that has its key."""
     with one_seat.client(KEYS[0]) as client:

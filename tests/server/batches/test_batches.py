@@ -347,7 +347,7 @@ def test_the_description_has_the_routes(batch_daemon: Daemon) -> None:
 
 @pytest.mark.slow
 def test_the_program_of_the_page_runs(batch_daemon: Daemon) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/batches.md").read_text(), re.DOTALL)
+    program, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/batches.md").read_text(), re.DOTALL)
     program = program.replace("http://localhost:8000", batch_daemon.url).replace('"none"', repr(KEYS[0]))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -39,9 +39,9 @@ class Chat:
 
 
 @pytest.mark.slow
-def test_a_conversation_in_a_terminal(one_seat: Daemon) -> None:
+def test_a_conversation_in_a_terminal(measured_seat: Daemon) -> None:
     """Answers are coloured by origin; /spec switches speculation."""
-    chat = Chat("--url", one_seat.url, "--max-tokens", "30", "--seed", "7")
+    chat = Chat("--url", measured_seat.url, "--max-tokens", "30", "--seed", "7")
     try:
         chat.until_prompt(f"{MODEL} · speculation on")
         chat.say("hello")

@@ -45,6 +45,7 @@ def test_an_uncalibrated_daemon_reports_no_speedup(http: httpx.Client) -> None:
     assert length == counted["mean_acceptance_length"]
 
 
+@pytest.mark.usefixtures("measured_seat")
 def test_a_calibrated_daemon_reports_the_speedup(one_seat_http: httpx.Client) -> None:
     """In the body and as a header; streams have it in the body."""
     response = one_seat_http.post(COMPLETIONS, json=CALL)

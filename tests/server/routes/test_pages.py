@@ -144,11 +144,10 @@ def totals_of(http: httpx.Client) -> dict[str, float]:
     return {**state["totals"], **state["timing"]}
 
 
+@pytest.mark.usefixtures("measured_seat")
 def test_the_speedup_of_the_page_counts_tokens_of_measured_steps(one_seat_http: httpx.Client) -> None:
     """The page shows their number next to their speedup."""
     call = {"model": MODEL, "prompt": "hello", "max_tokens": 60, "ignore_eos": True, "seed": 1}
-    plain = call | {"speculation": {"enabled": False}}  # A step's plain time is known for a minute.
-    assert one_seat_http.post("/v1/completions", json=plain).status_code == 200
     before = totals_of(one_seat_http)
     call["speculation"] = {"num_drafts": 4, "draft_length": 3}
     assert one_seat_http.post("/v1/completions", json=call).status_code == 200

@@ -134,11 +134,11 @@ def test_no_line_holds_text(json_daemon: Daemon, client: httpx.Client) -> None:
         assert text not in json_daemon.log
 
 
-def test_a_line_as_text_can_be_split_at_its_spaces(one_seat: Daemon, one_seat_http: httpx.Client) -> None:
+def test_a_line_as_text_can_be_split_at_its_spaces(measured_seat: Daemon, one_seat_http: httpx.Client) -> None:
     """Values with spaces or quotes, which come from clients, are quoted."""
     # A requested shape always drafts.
     call = CALL | {"speculation": {"num_drafts": 2, "draft_length": 3}}
     one_seat_http.post("/v1/completions", json=call, headers={"x-request-id": 'a b" finish_reason=stop'})
     quoted = re.escape(r'id="a b\" finish_reason=stop" path=')
-    line = wait_until(lambda: re.search(rf"INFO request {quoted}.*", one_seat.log), "no line about the request")[0]
+    line = wait_until(lambda: re.search(rf"INFO request {quoted}.*", measured_seat.log), "no line about the request")[0]
     assert re.search(r" answer_tokens=20 finish_reason=length .*speedup=[0-9.]+ rule=bv_race$", line)
