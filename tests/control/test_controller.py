@@ -10,15 +10,17 @@ import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import groupby
+from itertools import count, groupby
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.control import controller
 from engine.control.arms import Bucket
 from engine.control.controller import Controller, menu
-from engine.control.step_time import StepTimes
+from engine.control.step_time import PlainTimes, StepTimes
 from engine.control.step_work import PLAIN, Shape
 from engine.fanout import Fanout
 from tests.scheduling.machine import ASKING, H100, Machine, Server, asking
@@ -145,6 +147,23 @@ def test_plain_steps_show_that_drafts_are_a_loss(tries: bool) -> None:
     with contextlib.nullcontext() if tries else instead(Controller, "_trial", lambda *asked: asked[2]):
         server.run(300)
         assert (mostly(server.run(100)) == ()) == tries
+
+
+@pytest.mark.parametrize("longest", [controller._LONGEST_TRIAL, 1])
+def test_drafts_are_found_though_half_of_the_steps_say_nothing(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guessed as a loss, they pay. The wrong variant ends trials by their steps alone."""
+    numbers = count()
+
+    def every_other(observe: Callable[..., PlainTimes], *operands: Any) -> PlainTimes:
+        return observe(*operands, learns=bool(next(numbers) % 2))
+
+    monkeypatch.setattr(controller, "_LONGEST_TRIAL", longest)
+    machine = Machine(noise=0.05, pass_s=0.008)
+    server = Server(machine, 0.8)
+    machine.pass_s = 0.001
+    with instead(StepTimes, "observe", every_other):
+        server.run(600)
+        assert (mostly(server.run(200)) != ()) == (longest > 1)
 
 
 def test_trials_are_few_and_short() -> None:
