@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from tests.grid import slow_fixture
+from tests.server.call_spellings import TEMPLATES
 from tests.server.daemon_process import MODEL, Daemon, Daemons
 from tests.server.infill_models import write_filling_model
 from tests.server.tiny_models import TinyModels, write_pair
@@ -67,6 +68,12 @@ def openai_client(daemon: Daemon) -> Iterator[openai.OpenAI]:
     """The official client of `daemon`, without retries."""
     with openai.OpenAI(base_url=f"{daemon.url}/v1", api_key="unused", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def tool_daemon(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
+    """A daemon whose chat template shows tools, and has no switch for thinking."""
+    return daemons.get(*pair_arguments, "--no-calibrate", "--chat-template", str(TEMPLATES / "hermes.jinja"))
 
 
 @pytest.fixture(scope="session")

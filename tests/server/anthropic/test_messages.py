@@ -10,20 +10,13 @@ import anthropic
 import httpx
 import pytest
 
-from tests.server.call_spellings import TEMPLATES
 from tests.server.conftest import KEYS
-from tests.server.daemon_process import MODEL, Daemon, Daemons
+from tests.server.daemon_process import MODEL, Daemon
 from tests.server.weather_tools import PARAMETERS
 
 USER = {"role": "user", "content": "What is the weather in Paris?"}
 SEEDED = {"seed": 5, "temperature": 1}
 WEATHER = {"name": "weather", "description": "Now.", "input_schema": PARAMETERS}
-
-
-@pytest.fixture(scope="module")
-def tool_daemon(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
-    """A daemon whose chat template shows tools."""
-    return daemons.get(*pair_arguments, "--no-calibrate", "--chat-template", str(TEMPLATES / "hermes.jinja"))
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ import httpx
 import pytest
 
 from tests.grid import grid
-from tests.server.call_spellings import TEMPLATES
-from tests.server.daemon_process import MODEL, Daemon, Daemons
+from tests.server.daemon_process import MODEL, Daemon
 from tests.server.weather_tools import PARAMETERS
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -212,12 +211,6 @@ BODIES: dict[str, tuple[str, dict[str, Any], str]] = {
         "dry_allowed_length, dry_base, dynatemp_exponent, mirostat_eta, mirostat_tau, xtc_threshold",
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tool_daemon(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
-    """A daemon whose chat template shows tools and has no switch for thinking."""
-    return daemons.get(*pair_arguments, "--no-calibrate", "--chat-template", str(TEMPLATES / "hermes.jinja"))
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ import httpx
 import pytest
 
 from tests.grid import grid
-from tests.server.call_spellings import TEMPLATES
-from tests.server.daemon_process import MODEL, Daemon, Daemons
+from tests.server.daemon_process import MODEL, Daemon
 from tests.server.weather_tools import PARAMETERS
 
 FUNCTION = {"name": "f", "description": "d", "parameters": PARAMETERS}
@@ -128,13 +127,10 @@ CASES = [(path, others) for path in BODIES for others in ("some", "all")]
 
 
 @pytest.fixture(scope="module")
-def client(daemons: Daemons, pair_arguments: list[str]) -> Iterator[httpx.Client]:
-    """A client of a daemon whose chat template shows tools."""
-    template = str(TEMPLATES / "hermes.jinja")
-    daemon: Daemon = daemons.get(*pair_arguments, "--no-calibrate", "--chat-template", template)
-    with daemon.client() as client:
+def client(tool_daemon: Daemon) -> Iterator[httpx.Client]:
+    with tool_daemon.client() as client:
         yield client
-        assert client.get("/ready").status_code == 200, daemon.log
+        assert client.get("/ready").status_code == 200, tool_daemon.log
 
 
 def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

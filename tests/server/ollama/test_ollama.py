@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from server.ollama.chats import OllamaChatRequest, OllamaGenerateRequest, as_chat
-from tests.server.call_spellings import TEMPLATES
-from tests.server.daemon_process import MODEL, Daemon, Daemons
+from tests.server.daemon_process import MODEL, Daemon
 from tests.server.weather_tools import PARAMETERS, USER, WEATHER
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
@@ -86,12 +85,6 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("/api/embed", {"input": "x"}, 404, "no embeddings"),
     ("/api/pull", {}, 404, "the model that it was started with"),
 ]
-
-
-@pytest.fixture(scope="module")
-def tool_daemon(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
-    """A daemon whose chat template shows tools."""
-    return daemons.get(*pair_arguments, "--no-calibrate", "--chat-template", str(TEMPLATES / "hermes.jinja"))
 
 
 @pytest.fixture

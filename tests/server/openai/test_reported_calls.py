@@ -6,6 +6,7 @@ Every test names its reports by project and number, as in `test_public_reports.p
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -14,8 +15,7 @@ import pytest
 from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
 from server.wire.fields import Function, Tool
-from tests.server.call_spellings import TEMPLATES
-from tests.server.daemon_process import MODEL, Daemons
+from tests.server.daemon_process import MODEL, Daemon
 from tests.server.event_stream import open_stream
 from tests.server.good_bodies import CHAT, token_of
 from tests.server.thing_schema import FORMAT, is_valid
@@ -33,9 +33,8 @@ CHOICES = ["required", NAMED]
 
 
 @pytest.fixture
-def http(daemons: Daemons, pair_arguments: list[str]) -> Any:
-    template = str(TEMPLATES / "hermes.jinja")
-    with daemons.get(*pair_arguments, "--no-calibrate", "--chat-template", template).client() as client:
+def http(tool_daemon: Daemon) -> Iterator[httpx.Client]:
+    with tool_daemon.client() as client:
         yield client
 
 

@@ -13,8 +13,7 @@ from server.anthropic.messages import CountTokensRequest
 from server.anthropic.messages import as_chat as of_messages
 from server.text.attachments import replace_attachments
 from server.wire.fields import ChatRequest
-from tests.server.call_spellings import TEMPLATES
-from tests.server.daemon_process import MODEL, Daemon, Daemons
+from tests.server.daemon_process import MODEL, Daemon
 from tests.server.good_bodies import CHAT, MESSAGES, RESPONSES
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -77,11 +76,8 @@ HISTORIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def client(daemons: Daemons, pair_arguments: list[str]) -> Iterator[httpx.Client]:
-    """A client of a daemon whose chat template shows tools."""
-    template = str(TEMPLATES / "hermes.jinja")
-    daemon: Daemon = daemons.get(*pair_arguments, "--no-calibrate", "--chat-template", template)
-    with daemon.client() as client:
+def client(tool_daemon: Daemon) -> Iterator[httpx.Client]:
+    with tool_daemon.client() as client:
         yield client
 
 
