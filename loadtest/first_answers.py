@@ -85,9 +85,8 @@ class Client:
         metrics = answer["metrics"]
         counted = metrics["speculative_decoding"]
         speedup = None if counted is None else counted["speedup"]
-        return TimedChat(
-            answer["usage"]["completion_tokens"], metrics["generation_time_ms"], speedup, counted is not None
-        )
+        has_drafts = counted is not None and counted["num_spec_steps"] > 0
+        return TimedChat(answer["usage"]["completion_tokens"], metrics["generation_time_ms"], speedup, has_drafts)
 
 
 def rate(answers: Sequence[TimedChat]) -> float:
