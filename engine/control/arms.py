@@ -65,6 +65,8 @@ class Bucket:
     """Mean number of requests, tokens of a text, and time of a step's prompts."""
     text: float = 1.0
     prompt: float = 0.0
+    between_s: float = 0.0
+    """Mean seconds of messages and planning between two steps."""
     usual: Bucket | None = None
     """Bucket of the same number of requests without prompts, of a bucket with prompts."""
     arms: dict[Fanout, StepArm] = field(default_factory=lambda: {NO_DRAFTS: StepArm(1.0)})

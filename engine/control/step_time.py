@@ -131,10 +131,13 @@ class StepTimes:
     def _prompts_s(self, work: StepWork) -> float:
         return self.pace * (work.prompt * self._prompt_s + work.prompt_text * self._prompt_text_s)
 
-    def observe(self, work: StepWork, wall_s: float, draft_s: float, now_s: float, learns: bool = True) -> PlainTimes:
+    def observe(
+        self, work: StepWork, wall_s: float, draft_s: float, now_s: float, between_s: float | None = 0.0
+    ) -> PlainTimes:
         """Record a step; return what plain decoding would have taken in its place.
 
-        learns: False for a step that did not follow another one, whose messages are not timed.
+        between_s: part of its time before it began, for messages and planning; None for a step that
+        did not follow another one, from which nothing is learned.
         """
         self.now_s = now_s
         if not work.rows:
@@ -144,7 +147,7 @@ class StepTimes:
         plain = self._plain_times(bucket, work, wall_s, draft_s, unit_s)
         # A plain step in which the draft model reads is not plain, and reading much is no draft.
         reads_much = work.read > (work.nodes > 0) * 2 * work.rows and not work.prompt
-        if reads_much or not learns:
+        if reads_much or between_s is None:
             return plain
         if work.prompt:
             self._learn_prompts(work, plain.prompt_s)
@@ -155,6 +158,8 @@ class StepTimes:
         else:
             self.drafting = bucket if work.drafts else self.drafting
             self._learn_pace(bucket, work, wall_s / unit_s)
+            rate = _RATE if bucket.between_s else 1.0
+            bucket.between_s += rate * (between_s - bucket.between_s)
         bucket.rows += _RATE * (work.rows - bucket.rows)
         bucket.text += _RATE * (work.text / work.rows - bucket.text)
         arm = bucket.arms.get(work.drafts)
@@ -215,7 +220,11 @@ class StepTimes:
             factor = max(0.25, min(4.0, (load - plain.recent) / guess))
             self.text_row = max(0.1, min(10.0, self.text_row * factor ** (_RATE / 2)))
 
-    def observe_idle(self, bucket: Bucket, seconds: float, now_s: float) -> None:
-        """Record a plain step of an idle engine. It had the bucket's mean number of requests."""
+    def observe_idle(self, bucket: Bucket, step_s: float, now_s: float) -> None:
+        """Record a plain step of an idle engine, which had the bucket's mean number of requests.
+
+        step_s: its seconds without messages; messages take what they take between other steps.
+        """
+        seconds = step_s + bucket.between_s
         load = seconds / self.prices.plain_s(round(bucket.rows))
         bucket.observe(NO_DRAFTS, load, load, seconds, now_s)

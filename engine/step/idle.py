@@ -121,5 +121,6 @@ class IdleSteps:
 
     def _step(self, block: _Block) -> None:
         measured = block.engine.run_step().measured
-        if measured.follows:
-            block.times.observe_idle(block.bucket, measured.stats.wall_s, measured.ended_s)
+        if measured.between_s is not None:
+            step_s = measured.stats.wall_s - measured.between_s
+            block.times.observe_idle(block.bucket, step_s, measured.ended_s)

@@ -115,8 +115,10 @@ class MeasuredStep:
 
     plan: Plan
     ended_s: float
-    follows: bool
-    """Whether it followed another step at once, so its time includes messages and planning."""
+    between_s: float | None
+    """Part of its time before it began, for messages and planning; None if no step was just before
+    it.
+    """
     reading: list[Sequence]
     """Sequences whose texts the step read without an emission."""
     stats: StepStats
@@ -144,16 +146,17 @@ class Telemetry:
         plan = scheduler.last_plan
         wall_s, phases_s = watch.stop(waits=not plan.sampling_rows)
         self.num_steps += 1
-        follows = self._last_stopped is not None
+        between_s = None
         if self._last_stopped is not None:
-            wall_s += watch.started - self._last_stopped
+            between_s = watch.started - self._last_stopped
+            wall_s += between_s
         self._last_stopped = watch.stopped if scheduler.has_work else None
         # The next plan may preempt the sequences before `learn` is called.
         running = [scheduler.running(row.sequence_id) for row in plan.rows if not row.emits]
         return MeasuredStep(
             plan=plan,
             ended_s=watch.stopped,
-            follows=follows,
+            between_s=between_s,
             reading=[sequence for sequence in running if sequence is not None],
             stats=self.stats(num_awaiting_grammar, wall_s, phases_s),
         )
@@ -168,7 +171,7 @@ class Telemetry:
             return step.stats
         stats = step.stats
         work = StepWork.of(step.plan)
-        plain = times.observe(work, stats.wall_s, stats.phases_s["draft"], step.ended_s, step.follows)
+        plain = times.observe(work, stats.wall_s, stats.phases_s["draft"], step.ended_s, step.between_s)
         if plain.plain_s is not None:
             for sequence in step.reading:
                 sequence.note_reading(stats.wall_s, plain.plain_s + plain.prompt_s)

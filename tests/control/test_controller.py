@@ -155,7 +155,7 @@ def test_drafts_are_found_though_half_of_the_steps_say_nothing(longest: int, mon
     numbers = count()
 
     def every_other(observe: Callable[..., PlainTimes], *operands: Any) -> PlainTimes:
-        return observe(*operands, learns=bool(next(numbers) % 2))
+        return observe(*operands, between_s=0.0 if next(numbers) % 2 else None)
 
     monkeypatch.setattr(controller, "_LONGEST_TRIAL", longest)
     machine = Machine(noise=0.05, pass_s=0.008)

@@ -44,13 +44,16 @@ class Served:
     def __init__(self, **costs: float) -> None:
         self.machine = Machine(**costs)
         self.times = StepTimes(self.machine.prices())
+        self.between_s = 0.0
+        """Seconds of messages in each step."""
 
     def step(self, drafts: Fanout = (), rows: int = 1, **more: Any) -> tuple[PlainTimes, float]:
         nodes = rows * sum(drafts) if drafts != MIXED else more.pop("nodes")
         work = StepWork(rows=rows, drafts=drafts, nodes=nodes, **more)
-        seconds = sum(parts := self.machine.parts_s(work))
+        draft_s, rest_s = self.machine.parts_s(work)
+        seconds = draft_s + rest_s + self.between_s
         self.machine.now += seconds
-        return self.times.observe(work, seconds, parts[0], self.machine.now), seconds
+        return self.times.observe(work, seconds, draft_s, self.machine.now, self.between_s), seconds
 
     def run(self, drafts: Fanout, num_steps: int = 30, rows: int = 1) -> PlainTimes:
         """Return the plain times of the last of these steps."""

@@ -197,8 +197,11 @@ def test_an_idle_engine_evicts_no_cached_texts() -> None:
     assert all(store.take_cached([key])[0] for key in keys)
 
 
-def test_an_idle_engine_measures_what_fixed_shapes_cannot() -> None:
+@pytest.mark.parametrize("between_s", [0.0, 0.003])
+def test_an_idle_engine_measures_what_fixed_shapes_cannot(between_s: float) -> None:
+    """Plain decoding would have sent its messages, too; an idle engine sends none."""
     served = Served()
+    served.between_s = between_s
     served.run(CHAIN)
     bucket = lacking_plain(served.times, served.machine.now)
     assert bucket is not None
@@ -207,7 +210,7 @@ def test_an_idle_engine_measures_what_fixed_shapes_cannot() -> None:
         served.machine.now += served.plain_s()
         served.times.observe_idle(bucket, served.plain_s(), served.machine.now)
     assert lacking_plain(served.times, served.machine.now) is None, "no draft has come since"
-    assert served.run(CHAIN).plain_s == pytest.approx(served.plain_s(), rel=0.01)
+    assert served.run(CHAIN).plain_s == pytest.approx(served.plain_s() + between_s, rel=0.01)
     assert lacking_plain(served.times, bucket.idle_s + 0.1) is None, "it was measured just now"
     assert lacking_plain(served.times, bucket.idle_s + 11) is bucket
     assert lacking_plain(served.times, served.machine.now + 100) is None, "nothing has happened for long"
