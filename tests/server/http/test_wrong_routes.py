@@ -12,6 +12,8 @@ from server.http.error_responses import API_PATHS
 from tests.server.daemon_process import MODEL
 from tests.server.good_bodies import CHAT, COMPLETIONS, error_of
 
+CURL_TYPE = "application/x-www-form-urlencoded"
+
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 @pytest.mark.parametrize("path", ["/nowhere", "/v1", "/v1/embeddings", "/v1/chat", "//v1/models"])
@@ -53,6 +55,28 @@ def test_uncompressed_bodies_may_say_so(http: httpx.Client, coding: str) -> None
     plain = {"content-type": "application/json", "content-encoding": coding}
     body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1})
     assert http.post(COMPLETIONS, content=body, headers=plain).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"content-type": CURL_TYPE}, 200),
+        ({"content-type": CURL_TYPE, "origin": "http://elsewhere.example"}, 400),
+        ({"origin": "http://elsewhere.example"}, 400),
+        ({"content-type": "text/plain"}, 400),
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, "/api/generate"])
+def test_curl_may_leave_out_the_type_of_json(
+    http: httpx.Client, path: str, headers: dict[str, str], status: int
+) -> None:
+    """A page of another site may not: its browser asks nobody before it sends such a body."""
+    length = {"max_tokens": 1} if path == COMPLETIONS else {"options": {"num_predict": 1}}
+    body = json.dumps({"model": MODEL, "prompt": "a", "stream": False, **length})
+    response = http.post(path, content=body, headers=headers)
+    assert response.status_code == status, response.text
+    assert status == 200 or "Content-Type: application/json" in response.text
 
 
 @pytest.mark.parametrize(
