@@ -39,6 +39,7 @@ class BlockTables:
         self.draft = draft
         self.states = states
         self.draft_states = draft_states
+        self.state_stores = [store for store in (states, draft_states) if store is not None]
         self._size = target.block_size
 
     def take_cached(self, sequence: Sequence) -> int:
@@ -69,7 +70,7 @@ class BlockTables:
         num_with_draft_kv: leading blocks that the draft model could skip; return the number that it
         can skip.
         """
-        if self.states is None and self.draft_states is None:
+        if not self.state_stores:
             return num_with_draft_kv
         keys = sequence.block_keys(len(sequence.block_ids), self._size)
         sequence.num_alike_blocks = len(keys)
@@ -93,7 +94,7 @@ class BlockTables:
     def keep_states(self, row: PlannedRow) -> None:
         """Choose the states that a row's passes store for later requests."""
         sequence = row.sequence
-        if not sequence.shares_blocks:
+        if not self.state_stores or not sequence.shares_blocks:
             return
         draft_end = row.draft_read_end if row.num_draft_known else 0
         fixed = (sequence.num_alike_blocks, (sequence.num_prompt - 1) // self._size)
@@ -170,8 +171,7 @@ class BlockTables:
 
         Return False if too few are free for the whole text.
         """
-        stores = [store for store, _ in self._states_of(row.sequence) if store is not None]
-        if not self.has_blocks(row.sequence, stop) or not all(store.has_seat for store in stores):
+        if not self.has_blocks(row.sequence, stop) or not all(store.has_seat for store in self.state_stores):
             return False
         drafts = row.sequence.request.speculation.num_drafts > 0
         if self.draft is not None and drafts and not self._try_allocate_draft(row, self.draft):
@@ -205,9 +205,12 @@ class BlockTables:
 
     def portion(self, number: int, count: int) -> BlockTables:
         """Return tables of one of `count` equal portions of the blocks (`BlockStore.portion`)."""
-        stores = (self.target, self.draft, self.states, self.draft_states)
-        target, *others = (store and store.portion(number, count) for store in stores)
-        return BlockTables(target, *others)
+        return BlockTables(
+            self.target.portion(number, count),
+            self.draft and self.draft.portion(number, count),
+            self.states and self.states.portion(number, count),
+            self.draft_states and self.draft_states.portion(number, count),
+        )
 
     def blocks_of(self, sequences: list[Sequence]) -> tuple[set[int], set[int]]:
         """Return the blocks that sequences hold, of the target and of the draft model."""
@@ -226,9 +229,8 @@ class BlockTables:
     def forget_states(self, sequence: Sequence) -> None:
         """Remove the states of a text from the prefix cache."""
         keys = sequence.block_keys(len(sequence.tokens) // self._size, self._size)
-        for store, _ in self._states_of(sequence):
-            if store is not None:
-                store.forget(keys)
+        for store in self.state_stores:
+            store.forget(keys)
 
     def forget_all(self) -> None:
         for store in (self.target, self.draft, self.states, self.draft_states):

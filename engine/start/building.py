@@ -386,6 +386,7 @@ def _complete(assembly: _Assembly, memory: MemoryPlan) -> EngineFacts:
     return msgspec.structs.replace(
         assembly.facts,
         num_blocks=memory.num_blocks,
+        num_states=memory.num_states,
         max_model_len=memory.max_model_len,
         eos_token_ids=sorted(assembly.target.eos_token_ids),
         placeholder_ids=list(assembly.target.placeholder_ids),

@@ -41,6 +41,8 @@ class MemoryPlan:
     """K/V of each model, with spare blocks."""
     kept_back: Mapping[str, int]
     """Working memory of steps, and states of recurrent layers."""
+    num_states: int
+    """Places for states, of all models."""
 
 
 class StoredModel(NamedTuple):
@@ -75,10 +77,12 @@ def plan_memory(
         "graphs": recorded_bytes,
     }
     num_seats, num_cached, num_nodes = state_sizes(config)
-    states = [(num_seats + num_cached) * model.state_bytes for model in models]
-    inputs = [num_seats * num_nodes * model.input_bytes for model in models]
-    if any(states):
-        kept_back["states"] = sum(states) + sum(inputs)
+    recurrent = [model for model in models if model.state_bytes]
+    if recurrent:
+        kept_back["states"] = sum(
+            (num_seats + num_cached) * model.state_bytes + num_seats * num_nodes * model.input_bytes
+            for model in recurrent
+        )
     longest = facts.max_model_len
     block_size = config.cache.block_size
     block_bytes = [block_size * model.token_bytes for model in models]
@@ -108,7 +112,8 @@ def plan_memory(
     num_draft_blocks = min(num_blocks, window_blocks) if has_draft_pool else num_blocks
     counts = (num_blocks, num_draft_blocks)
     pool_bytes = [count * size + spare for count, size, spare in zip(counts, block_bytes, spare_bytes, strict=False)]
-    return MemoryPlan(num_blocks, num_draft_blocks, longest, most_blocks, pool_bytes, kept_back)
+    num_states = (num_seats + num_cached) * len(recurrent)
+    return MemoryPlan(num_blocks, num_draft_blocks, longest, most_blocks, pool_bytes, kept_back, num_states)
 
 
 def blocks_of(length: int, config: EngineConfig) -> int:
