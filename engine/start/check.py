@@ -32,6 +32,7 @@ _DRAFTS = {
     "llama4_text": "an EAGLE-3 head",
     "qwen2": "Qwen2.5-0.5B",
     "qwen3": "Qwen3-0.6B, or an EAGLE-3 or DFlash head",
+    "qwen3_5_text": "its own MTP module (--draft-model mtp)",
     "qwen3_moe": "Qwen3-0.6B, or an EAGLE-3 or DFlash head",
 }
 """Draft models that usually have the tokens of a type; the start compares the tokens."""
