@@ -28,7 +28,7 @@ from engine.models.importing import import_transformers
 class _Family(NamedTuple):
     """How a family's checkpoints and transformers' code name the parts of a module."""
 
-    count: str
+    number: str
     """Field of the number of modules."""
     code: str
     """Module of transformers, and the beginning of its classes' names."""
@@ -62,9 +62,9 @@ def read_mtp(name: str, raw: Raw) -> HeadConfig:
     family = _FAMILIES.get(kind)
     if family is None:
         raise ConfigError(f"{name}: MTP modules are served in {', '.join(FAMILIES)}, not in {kind}; use a draft model")
-    count = raw.get(family.count)
+    count = raw.get(family.number)
     if count != 1:
-        raise ConfigError(f"{name}: {family.count} is {count!r}; only one MTP module is served")
+        raise ConfigError(f"{name}: {family.number} is {count!r}; only one MTP module is served")
     if raw.get("quantization_config"):
         raise ConfigError(f"{name}: MTP modules of quantised checkpoints are not served; use a draft model")
     target_config = layers_config(name, kind, raw)
