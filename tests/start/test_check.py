@@ -34,6 +34,10 @@ def test_states_of_recurrent_layers_are_named_apart(tmp_path: Path, capsys: pyte
     _, text = text_of(tmp_path, capsys)
     assert "K/V: 128 bytes a token" in text
     assert "recurrent layers: a state of 3,584 bytes a request, and 960 bytes a drafted token" in text
+    families.config("mamba2").save_pretrained(tmp_path)
+    _, text = text_of(tmp_path, capsys)
+    assert "K/V: 0 bytes a token" in text
+    assert "requests fit next to the weights, of any length" in text
 
 
 def test_configuration_alone_shows_how_a_model_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
