@@ -380,3 +380,22 @@ def test_states_and_inputs_are_those_of_the_text(name: str, variant: Callable[..
     assert states.num_evicted > 0
     with instead(StateStore, name, variant), pytest.raises(AssertionError):
         shared_prompts()
+
+
+def test_third_text_starts_where_the_second_left_the_first() -> None:
+    """States are cached where a prompt ends, and where a text leaves another one."""
+    scheduler = recurrent(4)
+    beginning = tuple(range(2 * BLOCK_SIZE + 1))
+    cached = []
+    for number in range(4):
+        prompt = (*beginning, *[100 * min(number, 2)] * (2 * BLOCK_SIZE))
+        asked = request(str(number), len(prompt), 3 * BLOCK_SIZE)
+        scheduler.submit(msgspec.structs.replace(asked, prompt_token_ids=prompt))
+        while scheduler.has_work:
+            plan = scheduler.plan()
+            outcomes = scheduler.commit(plan, verdict(plan))
+        cached.append(outcomes[0].num_cached)
+    assert cached == [0, 0, 2 * BLOCK_SIZE, 4 * BLOCK_SIZE]
+    assert scheduler.tables.states is not None
+    assert scheduler.tables.states.num_evicted > 0
+    assert scheduler.tables.states.num_used == 4
