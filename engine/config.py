@@ -226,7 +226,12 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     placeholder_ids: list[int] = []
     """Tokens of images, videos and audio, which no prompt may have and no answer has."""
     memory_plan: dict[str, int]
-    """Bytes by purpose: weights, draft_weights, kv_cache, draft_kv_cache, workspace, graphs."""
+    """Bytes by purpose.
+
+    weights, draft_weights, kv_cache, draft_kv_cache, workspace, graphs, states.
+    """
+    num_states: int = 0
+    """Places for states of recurrent layers, of target and draft model."""
 
     @property
     def has_draft(self) -> bool:

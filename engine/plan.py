@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -85,6 +85,19 @@ class LogitContext:
     grammar: Grammar | None = None
 
 
+class StatePlaces(NamedTuple):
+    """Places of a sequence's states in the recurrent layers of a model, for one pass."""
+
+    seat: int
+    """Place of the state at the end of the text that the pass reads."""
+    source: int
+    """Place of the state from which the pass starts; -1 starts from nothing."""
+    covered: int
+    """Tokens before that state's end."""
+    kept: tuple[tuple[int, int], ...] = ()
+    """(tokens before its end, place) of further states that the pass stores."""
+
+
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence's part of a step (a msgspec struct, as every step makes many)."""
 
@@ -124,6 +137,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens after the first input ids, if their logprobs are requested."""
     reports_drafts: bool = False
     request_id: str = ""
+    state: StatePlaces | None = None
+    """Set if the target has recurrent layers."""
+    draft_state: StatePlaces | None = None
 
     @property
     def needs_path(self) -> bool:

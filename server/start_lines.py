@@ -12,10 +12,11 @@ def start_lines(facts: EngineFacts, server: Server, address: str) -> list[str]:
     """Return the log lines; address: without a slash at its end."""
     plan = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in facts.memory_plan.items())
     drafters = drafting(facts, server.client.config.speculation)
+    states = f"; {facts.num_states} places for states of recurrent layers" if facts.num_states else ""
     lines = [
         f"serving {server.model_name} ({facts.architecture}, {facts.dtype}, {facts.device}) on {address}",
         f"speculation: {drafters}; context {facts.max_model_len} tokens; "
-        f"{facts.num_blocks} blocks of {facts.block_size} tokens",
+        f"{facts.num_blocks} blocks of {facts.block_size} tokens{states}",
         f"memory plan: {plan}",
     ]
     if server.dialogue.tools_refusal:

@@ -106,7 +106,7 @@ def running(metadata: AttentionMetadata, positions_T: Tensor) -> Iterator[None]:
     """Let the hook attend for a pass, whose tokens have these positions."""
     calls = None
     if metadata.paths is not None:
-        calls = PathCalls(metadata.storage, metadata.slots_T, metadata.paths)
+        calls = PathCalls(metadata.storage, metadata.paths)
     token = _RUNNING.set((metadata, positions_T))
     try:
         with computing(calls):

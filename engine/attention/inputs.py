@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from engine.plan import StatePlaces
+
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 Integers = npt.NDArray[np.integer[Any]]
@@ -96,6 +98,8 @@ class SequenceInput:
     wanted: slice
     """Tokens of the part that need logits, counted within the part."""
     first_key: int = 0
+    state: StatePlaces | None = None
+    """Places of its states in recurrent layers; None for a seat by its number in the pass."""
 
 
 @dataclass(frozen=True)

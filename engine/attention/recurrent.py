@@ -1,13 +1,10 @@
 """Recurrent layers and short convolutions, whose tokens read inputs of earlier tokens.
 
 The modelling code calls a convolution and a recurrence by name, over all rows of a pass as if they
-were one text. They are replaced here, as attention is: a call stores the inputs of the pass's rows
-by slot, next to K and V, and every row reads the inputs along its own path (`paths.py`). So a
-drafted node never meets a sibling's inputs, and whatever moves or shares K and V moves and shares
-inputs. The calls of a pass are known by their order.
-
-A recurrence continues from the state after a token (`states.py`). transformers' own function is the
-specification: every start compares a pass with it (`start/probe.py`).
+were one text. They are replaced here, as attention is: every row reads the inputs along its own
+path (`paths.py`), which starts from a stored state of its text (`states.py`). So a drafted node
+never meets a sibling's inputs. The calls of a pass are known by their order. transformers' own
+function is the specification: every start compares a pass with it (`start/probe.py`).
 """
 
 from __future__ import annotations
@@ -17,15 +14,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.attention.paths import Paths
-from engine.attention.tensors import KVTensors, LayerShape
-from engine.kernels.protocol import RecurrentSteps
+from engine.attention.states import CallShape
+from engine.attention.tensors import KVTensors
 
 _REPLACED = "_polydraft_replaced"
 
@@ -85,74 +81,59 @@ def computing(calls: Calls | None) -> Iterator[None]:
 
 
 class ShapeCalls:
-    """Records the shapes of stored inputs, and computes nothing."""
+    """Records the shapes of calls, and computes nothing."""
 
     def __init__(self) -> None:
-        self.shapes: list[LayerShape] = []
-        self.state_bytes = 0
-        """Bytes of a text's state in all layers."""
+        self.shapes: list[CallShape] = []
 
     def convolve(self, rows_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, activation: Any) -> Tensor:  # noqa: ARG002
-        self.shapes.append(LayerShape(1, rows_TC.shape[1], rows_TC.shape[1], is_latent=True))
+        self.shapes.append(CallShape(rows_TC.shape[1], (weight_CK.shape[1] - 1, rows_TC.shape[1])))
         return rows_TC
 
     def recur(self, operands: Operands) -> Tensor:
-        width = operands.packed().shape[1]
-        self.shapes.append(LayerShape(1, width, width, is_latent=True, dtype=torch.float32))
-        self.state_bytes += math.prod(operands.state_shape) * torch.float32.itemsize
+        self.shapes.append(CallShape(operands.packed().shape[1], operands.state_shape, torch.float32))
         return torch.zeros_like(operands.value)
 
 
 class PathCalls:
     """Computes the calls of a pass along each row's path."""
 
-    def __init__(self, storage: KVTensors, slots_T: Tensor | slice, paths: Paths) -> None:
-        self._storage = storage
-        self._slots_T = slots_T
+    def __init__(self, storage: KVTensors, paths: Paths) -> None:
+        self._kernels = storage.kernels
+        self._calls = iter(storage.states.calls)
         self._paths = paths
-        self._number = 0
-
-    @cached_property
-    def _steps(self) -> RecurrentSteps:
-        return self._storage.states.steps(self._paths.layout, self._paths.page_size)
-
-    def _stored(self, rows_TC: Tensor) -> Tensor:
-        """Store the inputs of the next call's rows; return the inputs [slots, C] of all slots."""
-        stored, _ = self._storage.layers[input_layer(self._number)]
-        self._number += 1
-        stored[self._slots_T] = rows_TC.to(stored.dtype).unsqueeze(1)
-        return stored.squeeze(1)
 
     def convolve(self, rows_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, activation: Any) -> Tensor:
         from transformers.activations import ACT2FN
 
-        inputs = self._stored(rows_TC)
+        nodes, states = next(self._calls)
         weight_KC = weight_CK.T.float()
-        slots_TK, is_text_TK = self._paths.windows(len(weight_KC))
+        windows = self._paths.windows(len(weight_KC))
+        before = states[self._paths.sources_B].flatten(0, 1)
+        inputs = torch.cat([rows_TC.to(nodes.dtype), nodes[self._paths.stored_S], before])
         # The terms are added in one order, so that a row's bits do not depend on other rows.
         result_TC = torch.zeros(rows_TC.shape) if bias_C is None else bias_C.float().expand(rows_TC.shape).clone()
-        for slots_T, is_text_T, weight_C in zip(slots_TK.T, is_text_TK.T, weight_KC, strict=True):
-            result_TC.addcmul_(inputs[slots_T].float() * is_text_T[:, None], weight_C)
+        for number_T, is_text_T, weight_C in zip(windows.numbers_TK.T, windows.is_text_TK.T, weight_KC, strict=True):
+            result_TC.addcmul_(inputs[number_T].float() * is_text_T[:, None], weight_C)
         result_TC = result_TC.to(weight_CK.dtype)
         if activation is not None:
             result_TC = ACT2FN[activation](result_TC)
+        states[windows.places_P] = inputs[windows.stored_PW]
+        self._store(nodes, inputs)
         return result_TC.to(rows_TC.dtype)
 
     def recur(self, operands: Operands) -> Tensor:
-        states = self._storage.states.states_of_call(self._number, operands.state_shape)
-        stored = self._stored(operands.packed())
+        nodes, states = next(self._calls)
+        inputs = torch.cat([operands.packed(), nodes[self._paths.stored_S]])
         has_beta = operands.beta is not None
-        return self._storage.kernels.recur(stored, operands.query, operands.scale, has_beta, states, self._steps)
+        steps = self._paths.steps
+        output = self._kernels.recur(inputs, operands.query, operands.scale, has_beta, states, steps)
+        self._store(nodes, inputs)
+        return output
 
-
-def input_layer(number: int) -> int:
-    """Return the key of a call's inputs among the layers of K and V, which count from 0."""
-    return -1 - number
-
-
-def input_shapes(calls: ShapeCalls) -> dict[int, LayerShape]:
-    """Return the shapes of all inputs, as further layers."""
-    return {input_layer(number): shape for number, shape in enumerate(calls.shapes)}
+    def _store(self, nodes: Tensor, inputs: Tensor) -> None:
+        """Store the inputs of the pass's drafted nodes."""
+        nodes[self._paths.node_slots_N] = inputs[self._paths.node_rows_N]
 
 
 def replace_recurrences(modules: Iterable[Any]) -> None:

@@ -9,17 +9,17 @@ N the stream that leaves the last of N layers, and `NORMED` that stream after th
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from engine.attention.states import States
+from engine.attention.states import FEW_STATES, CallShape, States, StateSizes
+from engine.attention.zeros import zeros
 from engine.kernels.protocol import KVMoves
 from engine.kernels.torch_kernels import TORCH, Kernels
+from engine.plan import StatePlaces
 
 NORMED = -1
 
@@ -33,6 +33,13 @@ def slot_moves(pairs: Sequence[tuple[int, int]], block_ids: Sequence[int], block
     return [(slot(source), slot(to)) for source, to in pairs if source != to]
 
 
+def node_moves(pairs: Sequence[tuple[int, int]], end: int, places: StatePlaces | None) -> list[tuple[int, int, int]]:
+    """Return the moves of a sequence's nodes for `States.keep`; end: index of its first node."""
+    if places is None:
+        return []
+    return [(places.seat, source - end, to - end) for source, to in pairs if source != to]
+
+
 class LayerShape(NamedTuple):
     """Shape of one token's K and V in a layer."""
 
@@ -41,8 +48,6 @@ class LayerShape(NamedTuple):
     value_dim: int
     is_latent: bool = False
     """Whether V is the beginning of K (`latent.py`), so that K alone is stored."""
-    dtype: torch.dtype | None = None
-    """None is the type of the model's K and V."""
 
     @property
     def dim(self) -> int:
@@ -51,28 +56,21 @@ class LayerShape(NamedTuple):
             return self.num_kv_heads * self.key_dim
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
-    def num_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a token; dtype: of the model's K and V."""
-        return self.dim * (self.dtype or dtype).itemsize
-
 
 @dataclass(frozen=True)
 class KVShape:
     """Shapes of one token's K and V in all layers."""
 
     layers: Mapping[int, LayerShape]
-    """Shape by layer; none for a layer without attention, or that reads another layer's K/V.
-
-    Inputs of recurrent layers have negative numbers (`recurrent.py`).
-    """
+    """Shape by layer; none for a layer without attention, or that reads another layer's K/V."""
     shared: Mapping[int, int] = field(default_factory=dict)
     """Layer whose K/V another one reads, by the reading layer."""
     hidden_dim: int = 0
     """Width of a hidden state; 0 if no drafter reads any."""
     taps: tuple[int, ...] = ()
     """Taps whose hidden states are stored with K and V."""
-    state_bytes: int = 0
-    """Bytes of a text's state in all recurrent layers."""
+    calls: tuple[CallShape, ...] = ()
+    """Calls of recurrent layers, in order."""
 
     @classmethod
     def equal(cls, num_layers: int, num_kv_heads: int, key_dim: int, value_dim: int) -> KVShape:
@@ -80,12 +78,16 @@ class KVShape:
         return cls(dict.fromkeys(range(num_layers), LayerShape(num_kv_heads, key_dim, value_dim)))
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        stored_bytes = sum(layer.num_bytes(dtype) for layer in self.layers.values())
-        return stored_bytes + self.all_hidden_dim * dtype.itemsize
+        num_stored = sum(layer.dim for layer in self.layers.values())
+        return (num_stored + self.all_hidden_dim) * dtype.itemsize
 
     def input_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a token's inputs of recurrent layers, a part of `token_bytes`."""
-        return sum(layer.num_bytes(dtype) for number, layer in self.layers.items() if number < 0)
+        """Return the bytes of a node's inputs of recurrent layers."""
+        return sum(call.input_bytes(dtype) for call in self.calls)
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a text's state in recurrent layers."""
+        return sum(call.state_bytes(dtype) for call in self.calls)
 
     @property
     def all_hidden_dim(self) -> int:
@@ -94,7 +96,7 @@ class KVShape:
 
     def layer_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a token's K and V in the largest layer."""
-        return max(layer.num_bytes(dtype) for layer in self.layers.values())
+        return max((layer.dim for layer in self.layers.values()), default=0) * dtype.itemsize
 
 
 class KVTensors:
@@ -112,9 +114,9 @@ class KVTensors:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels = TORCH,
-        num_states: int = 8,
+        sizes: StateSizes = FEW_STATES,
     ) -> None:
-        self.states = States(num_states)
+        self.states = States(shape.calls, sizes, dtype, device)
         self.num_slots = num_slots
         self.shared = shape.shared
         self.latent = frozenset(number for number, layer in shape.layers.items() if layer.is_latent)
@@ -126,13 +128,13 @@ class KVTensors:
         self._gathered: dict[tuple[torch.Size, torch.Size], tuple[torch.Tensor, torch.Tensor]] = {}
         for layer_shape in dict.fromkeys(shape.layers.values()):
             numbers = [number for number, other in shape.layers.items() if other == layer_shape]
-            stacked = self._allocate(layer_shape, len(numbers), layer_shape.dtype or dtype, device)
+            stacked = self._allocate(layer_shape, len(numbers), dtype, device)
             self._stacked.append(stacked)
             self.layers.update(zip(numbers, zip(*stacked, strict=True), strict=True))
         self.layers.update({reader: self.layers[source] for reader, source in shape.shared.items()})
         self.taps = shape.taps
         width = shape.all_hidden_dim
-        self.hidden = _zeros((num_slots, width), dtype, device) if width else None
+        self.hidden = zeros((num_slots, width), dtype, device) if width else None
         if self.hidden is not None:
             self._moved.append(self.hidden[None, :, None])
         self.kernels = kernels
@@ -143,17 +145,17 @@ class KVTensors:
         """Return the keys and values of the layers of a shape."""
         layout = (self.num_slots, shape.num_kv_heads)
         if shape.is_latent:
-            latents = _zeros((num_layers, *layout, shape.key_dim), dtype, device)
+            latents = zeros((num_layers, *layout, shape.key_dim), dtype, device)
             self._moved.append(latents)
             return latents, latents[..., : shape.value_dim]
         if shape.key_dim == shape.value_dim:
             # One piece of memory, so that one operation moves both.
-            both = _zeros((2 * num_layers, *layout, shape.key_dim), dtype, device)
+            both = zeros((2 * num_layers, *layout, shape.key_dim), dtype, device)
             self._moved.append(both)
             keys, values = both.chunk(2)
             return keys, values
-        keys = _zeros((num_layers, *layout, shape.key_dim), dtype, device)
-        values = _zeros((num_layers, *layout, shape.value_dim), dtype, device)
+        keys = zeros((num_layers, *layout, shape.key_dim), dtype, device)
+        values = zeros((num_layers, *layout, shape.value_dim), dtype, device)
         self._moved += [keys, values]
         return keys, values
 
@@ -210,17 +212,5 @@ class KVTensors:
         All tokens of a sequence are read before any is written. No two sequences share a slot.
         """
         nonempty = [sequence_moves for sequence_moves in moves if sequence_moves]
-        if nonempty:
+        if nonempty and self._moved:
             self.kernels.move(self._moved, nonempty)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros.
-
-    On a CPU they take memory only if they are written to. `torch.zeros` would write everywhere.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
-from engine.attention.tensors import slot_moves
+from engine.attention.tensors import node_moves, slot_moves
 from engine.drafting.chains import draw_by_level
 from engine.drafting.draft import Layout
 from engine.drafting.drafter import DraftWork
@@ -68,6 +68,7 @@ class ModelDrafter:
     def keep(self, plan: Plan, emissions: Sequence[Emission]) -> None:
         """Make the K/V of accepted paths contiguous."""
         moves = []
+        nodes = []
         for row, emission in zip(plan.sampling_rows, emissions, strict=True):
             if row.num_drafts <= 1 or not emission.num_draft_kept:
                 continue  # a lone chain is already in the slots of its tokens
@@ -76,8 +77,9 @@ class ModelDrafter:
                 for depth in range(emission.num_draft_kept)
             ]
             moves.append(slot_moves(pairs, row.draft_table, self.runner.block_size))
+            nodes += node_moves(pairs, row.end, row.draft_state)
         if moves:
-            self.runner.keep(moves)
+            self.runner.keep(moves, nodes)
 
     def table_of(self, row: Row, number: int) -> tuple[int, ...]:  # noqa: ARG002
         """Return the blocks of the draft model's K/V."""
@@ -111,12 +113,13 @@ class ModelDrafter:
             NO_NODES,
             wanted,
             row.first_draft_key,
+            row.draft_state,
         )
 
     def _level_input(self, row: Row, depth: int) -> SequenceInput:
         """Return a row's part of the pass over the nodes of a depth."""
         nodes = level_nodes(row.fanout[:depth])
-        return SequenceInput((), row.end, row.draft_table, nodes, slice(None), row.first_draft_key)
+        return SequenceInput((), row.end, row.draft_table, nodes, slice(None), row.first_draft_key, row.draft_state)
 
 
 def _node_index(row: Row, chain: int, depth: int) -> int:

@@ -8,9 +8,10 @@ Source: `MtpModel` of transformers.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,24 +24,55 @@ from engine.heads.head import Head
 from engine.heads.layers import Memory, Norm
 from engine.models.importing import import_transformers
 
-FAMILIES = ("glm4_moe",)
+
+class _Family(NamedTuple):
+    """How a family's checkpoints and transformers' code name the parts of a module."""
+
+    number: str
+    """Field of the number of modules."""
+    code: str
+    """Module of transformers, and the beginning of its classes' names."""
+    classes: str
+    norm: str = ""
+    """Class of its norms, if their weights are added to one."""
+    rotary: str = "RotaryEmbedding"
+
+
+_FAMILIES = {
+    "glm4_moe": _Family("num_nextn_predict_layers", "glm4_moe", "Glm4Moe"),
+    "qwen3_5_text": _Family("mtp_num_hidden_layers", "qwen3_5", "Qwen3_5", "RMSNorm", "TextRotaryEmbedding"),
+}
+FAMILIES = tuple(_FAMILIES)
 _OF_TARGET = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies of the target's weights, which are not loaded."""
 _OWN = ("enorm.", "hnorm.", "eh_proj.", "norm.")
+_RENAMED = {
+    "shared_head.norm.": "norm.",
+    "fc.": "eh_proj.",
+    "pre_fc_norm_embedding.": "enorm.",
+    "pre_fc_norm_hidden.": "hnorm.",
+    "layers.0.": "",
+}
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def read_mtp(name: str, raw: Raw) -> HeadConfig:
     """Return the MTP module's configuration; raise ConfigError if none is served."""
-    kind, count = raw.get("model_type"), raw.get("num_nextn_predict_layers")
-    if kind not in FAMILIES:
+    kind = str(raw.get("model_type"))
+    family = _FAMILIES.get(kind)
+    if family is None:
         raise ConfigError(f"{name}: MTP modules are served in {', '.join(FAMILIES)}, not in {kind}; use a draft model")
+    count = raw.get(family.number)
     if count != 1:
-        raise ConfigError(f"{name}: num_nextn_predict_layers is {count!r}; only one MTP module is served")
+        raise ConfigError(f"{name}: {family.number} is {count!r}; only one MTP module is served")
     if raw.get("quantization_config"):
         raise ConfigError(f"{name}: MTP modules of quantised checkpoints are not served; use a draft model")
-    target_config = layers_config(name, str(kind), raw)
-    layers = target_config.get_mtp_config()
+    target_config = layers_config(name, kind, raw)
+    if kind == "glm4_moe":
+        layers = target_config.get_mtp_config()
+    else:  # transformers has no module of a hybrid; its layer attends
+        layers = copy.deepcopy(target_config)
+        layers.layer_types, layers.num_hidden_layers = ["full_attention"], 1
     layers.head_dim = getattr(layers, "head_dim", None) or layers.hidden_size // layers.num_attention_heads
     layers._attn_implementation, layers._experts_implementation = HOOK, "eager"
     size = int(layers.vocab_size)
@@ -56,7 +88,9 @@ def read_mtp(name: str, raw: Raw) -> HeadConfig:
 
 
 def prefix_of(config: HeadConfig) -> str:
-    """Return the prefix of the module's tensors: the layer after the target's last."""
+    """Return the prefix of the module's tensors, in GLM the layer after the target's last."""
+    if config.layers.model_type != "glm4_moe":
+        return "mtp."
     return f"model.layers.{config.target_layers}."
 
 
@@ -65,16 +99,21 @@ def mtp_tensors(config: HeadConfig, stored: Mapping[str, Tensor]) -> dict[str, T
     result: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {"gate": {}, "up": {}, "down": {}}
     for key, tensor in stored.items():
-        name = key.removeprefix(prefix_of(config)).replace("shared_head.norm.", "norm.")
+        name = key.removeprefix(prefix_of(config))
+        for begin, renamed in _RENAMED.items():
+            if name.startswith(begin):
+                name = renamed + name.removeprefix(begin)
         if expert := _EXPERT.fullmatch(name):
             experts[expert[2]][int(expert[1])] = tensor
         elif name not in _OF_TARGET:
             result[name if name.startswith(_OWN) else f"block.{name}"] = tensor
-    count = int(config.layers.n_routed_experts)
+    count = getattr(config.layers, "n_routed_experts", None)
+    if not count:
+        return result
     for which, by_number in experts.items():
-        if sorted(by_number) != list(range(count)):
+        if sorted(by_number) != list(range(int(count))):
             raise LoadError(f"{config.name}: the MTP module has {len(by_number)} of {count} experts ({which}_proj)")
-    gates, ups, downs = ([experts[which][number] for number in range(count)] for which in experts)
+    gates, ups, downs = ([experts[which][number] for number in range(int(count))] for which in experts)
     pairs = [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
     result |= {"block.mlp.experts.gate_up_proj": torch.stack(pairs), "block.mlp.experts.down_proj": torch.stack(downs)}
     return result
@@ -83,18 +122,20 @@ def mtp_tensors(config: HeadConfig, stored: Mapping[str, Tensor]) -> dict[str, T
 class Mtp(Head):
     def __init__(self, config: HeadConfig, _num_taps: int, names: frozenset[str]) -> None:
         super().__init__(config, names)
-        glm = import_transformers().models.glm4_moe.modeling_glm4_moe
         layers = config.layers
+        family = _FAMILIES[layers.model_type]
+        code = getattr(getattr(import_transformers().models, family.code), f"modeling_{family.code}")
         width = config.hidden_size
-        self.enorm = Norm(width, layers.rms_norm_eps)
-        self.hnorm = Norm(width, layers.rms_norm_eps)
-        self.norm = Norm(width, layers.rms_norm_eps)
+        norm: Any = getattr(code, family.classes + family.norm) if family.norm else Norm
+        self.enorm = norm(width, layers.rms_norm_eps)
+        self.hnorm = norm(width, layers.rms_norm_eps)
+        self.norm = norm(width, layers.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         # As in the target; the other waits for each expert's tokens.
         layers._experts_implementation = "grouped_mm"
-        self.block = glm.Glm4MoeDecoderLayer(layers, 0)
+        self.block = getattr(code, f"{family.classes}DecoderLayer")(layers, 0)
         with torch.device("cpu"):  # as in `layers.Rotary`
-            self.rotary = glm.Glm4MoeRotaryEmbedding(layers)
+            self.rotary = getattr(code, family.classes + family.rotary)(layers)
 
     def project(self, taps_TX: Tensor) -> Tensor:
         """Return [T, H] the input of rows: the target's states as they are."""

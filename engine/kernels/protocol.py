@@ -198,11 +198,11 @@ class RecurrentSteps:
     """Steps of the recurrent layers of a pass: M tokens of B sequences, parents first."""
 
     steps: Ints
-    """[5, M] Slot, source, node, row and place of each step, or -1.
+    """[6, M] Input, source, node, row and two places of each step, or -1.
 
-    slot: of the token's inputs; source: node whose state the step starts from, -1 is the text's;
-    node: of the token, -1 for a token of the text; row: of the output; place: where the state after
-    the step is stored.
+    input: number of the token's inputs; source: node whose state the step starts from, -1 is the
+    text's; node: of the token, -1 for a token of the text; row: of the output; places: where the
+    state after the step is stored.
     """
     begins: Ints
     """[B + 1] First step of each sequence, and the number of steps."""

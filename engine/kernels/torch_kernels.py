@@ -205,7 +205,8 @@ class Kernels:
     ) -> Tensor:
         """Return [T, H, V] outputs of a recurrence, and store states (`attention/recurrent.py`).
 
-        inputs_SW: of all slots, each with key, value, rate and beta of its token.
+        inputs_SW: key, value, rate and beta of each token. A sequence may start from a state that
+        an earlier one stores.
         """
         _, num_heads, key_dim, value_dim = states_PHKV.shape
         num_groups = query_TGK.shape[1]
@@ -215,8 +216,8 @@ class Kernels:
         for number, first in enumerate(steps.first_states.tolist()):
             text = states_PHKV[first].clone() if first >= 0 else torch.zeros_like(states_PHKV[0])
             nodes = {-1: text}
-            for slot, source, node, row, kept in steps.steps[:, slice(*steps.begins[number : number + 2])].T.tolist():
-                key, value, rate, beta = inputs_SW[slot].tensor_split(ends)
+            for token, source, node, row, *kept in steps.steps[:, slice(*steps.begins[number : number + 2])].T.tolist():
+                key, value, rate, beta = inputs_SW[token].tensor_split(ends)
                 key_HK1 = key.view(num_groups, -1).repeat_interleave(num_heads // num_groups, 0).unsqueeze(-1)
                 state = nodes[source] * (scale_HX * rate.view(num_heads, -1)).exp().unsqueeze(-1)
                 added_HV = value.view(num_heads, -1)
@@ -227,8 +228,9 @@ class Kernels:
                 if row >= 0:
                     query_HK = query_TGK[row].repeat_interleave(num_heads // num_groups, 0)
                     output_THV[row] = (state * query_HK.unsqueeze(-1)).sum(1)
-                if kept >= 0:
-                    states_PHKV[kept] = state
+                for place in kept:
+                    if place >= 0:
+                        states_PHKV[place] = state
         return output_THV
 
     def move(self, storages: Sequence[Tensor], moves: Sequence[KVMoves]) -> None:

@@ -17,6 +17,7 @@ from engine.attention.groups import groups_of
 from engine.attention.inputs import NO_NODES, Ints, SequenceInput, StepLayout, build, build_all
 from engine.attention.paged import DevicePass, Paged, on_host, upload
 from engine.attention.paths import Paths
+from engine.attention.states import FEW_STATES, StateSizes
 from engine.attention.tensors import KVShape, KVTensors
 from engine.kernels.protocol import KVMoves
 from engine.kernels.torch_kernels import TORCH, Kernels
@@ -64,13 +65,13 @@ class ModelRunner:
         has_spare_block: bool = False,
         kernels: Kernels = TORCH,
         never_written: Sequence[int] = (),
-        num_states: int = 8,
+        sizes: StateSizes = FEW_STATES,
     ) -> None:
         """backend: None is transformers; ranks: processes of a split model.
 
         paged_kernel: attends for all sequences at once; has_spare_block: one block more than the
         pool, for padding; kernels: operations on distributions, chains and K/V; never_written:
-        tokens whose logits are minus infinity; num_states: places for states of recurrent layers.
+        tokens whose logits are minus infinity; sizes: of the storage of states of recurrent layers.
         """
         self.paged_kernel = paged_kernel
         self._ranks = ranks
@@ -88,9 +89,9 @@ class ModelRunner:
         self._never_written = torch.tensor(never_written, device=self.device) if never_written else None
         kv_dtype = self.backend.kv_dtype
         self._layer_bytes = shape.layer_bytes(kv_dtype)
-        self._is_recurrent = shape.input_bytes(kv_dtype) > 0
+        self._is_recurrent = bool(shape.calls)
         num_slots = (num_blocks + has_spare_block) * block_size
-        self.storage = KVTensors(shape, num_slots, kv_dtype, self.device, kernels, num_states)
+        self.storage = KVTensors(shape, num_slots, kv_dtype, self.device, kernels, sizes)
 
     @property
     def fast_paths(self) -> dict[str, bool]:
@@ -159,12 +160,13 @@ class ModelRunner:
             return torch.nn.functional.pad(logits_NV, (0, missing), value=-torch.inf)
         return logits_NV[:, : self.vocab_size]
 
-    def keep(self, moves: Sequence[KVMoves]) -> None:
-        """Move K/V to its final slots (`KVTensors.keep`)."""
+    def keep(self, moves: Sequence[KVMoves], node_moves: Sequence[tuple[int, int, int]] = ()) -> None:
+        """Move K/V to its final slots (`KVTensors.keep`), and inputs of nodes (`States.keep`)."""
         if self._ranks is not None:
             self._ranks.tell("keep", moves)
         with torch.inference_mode():
             self.storage.keep(moves)
+            self.storage.states.keep(node_moves)
 
     def wipe(self, block_ids: Sequence[int]) -> None:
         """Clear the K/V of blocks."""
@@ -175,7 +177,6 @@ class ModelRunner:
         )
         with torch.inference_mode():
             self.storage.wipe(slots.flatten().to(self.device))
-        self.storage.states.forget(slots.flatten().tolist())
 
     def tune(self, most_cores: int) -> None:
         """Measure on how many cores passes are fastest; needs an unused pool."""
@@ -215,7 +216,7 @@ class ModelRunner:
             return self.paged_metadata(tensors.slots_T, tensors.paged)
         slots = _as_slice(layout.slots_T)
         groups = groups_of(layout, self.block_size, self._layer_bytes, self.device)
-        paths = Paths(layout, self.block_size) if self._is_recurrent else None
+        paths = Paths(layout, self.storage.states.sizes) if self._is_recurrent else None
         return AttentionMetadata(self.storage, tensors.slots_T if slots is None else slots, groups, paths=paths)
 
 

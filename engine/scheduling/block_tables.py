@@ -4,25 +4,42 @@ Target and draft model share a table, and their storage has the same blocks. Wit
 draft model has a separate table and pool: a sequence holds the draft blocks of its window only,
 none if it drafts nothing, and all if it must draft without the window.
 
+A model with recurrent layers has places for states besides (`states.py`). A text starts from a
+cached prefix only as far as it has states.
+
 Not for: when sequences take and release blocks (`scheduler.py`), or what is in them (`store.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+from engine.plan import Row
 from engine.scheduling.rows import PlannedRow
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.states import SequenceStates, StateStore
 from engine.scheduling.store import BlockStore
 
 BlockTable = tuple[int, ...]
 
 
 class BlockTables:
-    def __init__(self, target: BlockStore, draft: BlockStore | None = None) -> None:
-        """target, draft: blocks of their K/V; draft is None if the models share blocks."""
+    def __init__(
+        self,
+        target: BlockStore,
+        draft: BlockStore | None = None,
+        states: StateStore | None = None,
+        draft_states: StateStore | None = None,
+    ) -> None:
+        """target, draft: blocks of their K/V; draft is None if the models share blocks.
+
+        states, draft_states: places of the states of models with recurrent layers.
+        """
         self.target = target
         self.draft = draft
+        self.states = states
+        self.draft_states = draft_states
+        self.state_stores = [store for store in (states, draft_states) if store is not None]
         self._size = target.block_size
 
     def take_cached(self, sequence: Sequence) -> int:
@@ -46,6 +63,60 @@ class BlockTables:
         sequence.first_draft_block = first
         sequence.draft_kv_first = first * self._size
         return first + len(draft_blocks)
+
+    def start_from_states(self, sequence: Sequence, num_with_draft_kv: int) -> int:
+        """Cut a text's cached blocks to the last one with states, and take those.
+
+        num_with_draft_kv: leading blocks that the draft model could skip; return the number that it
+        can skip.
+        """
+        if not self.state_stores:
+            return num_with_draft_kv
+        keys = sequence.block_keys(len(sequence.block_ids), self._size)
+        sequence.num_alike_blocks = len(keys)
+        count = len(keys) if self.states is None else self.states.deepest(keys)
+        num_skipped = min(num_with_draft_kv, count)
+        if self.draft_states is not None and num_skipped and sequence.request.speculation.num_drafts:
+            deepest = self.draft_states.deepest(keys[:num_skipped])
+            # Draft K/V after the state would be computed again, into blocks that others read.
+            if deepest < num_skipped:
+                while deepest and not (self.states is None or keys[deepest - 1] in self.states):
+                    deepest = self.draft_states.deepest(keys[: deepest - 1])
+                count = num_skipped = deepest
+            if num_skipped:
+                self.draft_states.start(sequence.draft_states, keys[num_skipped - 1], num_skipped * self._size)
+        if self.states is not None and count:
+            self.states.start(sequence.states, keys[count - 1], count * self._size)
+        self.target.release(sequence.block_ids[count:])
+        sequence.block_ids = sequence.block_ids[:count]
+        return num_with_draft_kv if self.draft is not None else num_skipped
+
+    def keep_states(self, row: PlannedRow) -> None:
+        """Choose the states that a row's passes store for later requests."""
+        sequence = row.sequence
+        if not self.state_stores or not sequence.shares_blocks:
+            return
+        draft_end = row.draft_read_end if row.num_draft_known else 0
+        fixed = (sequence.num_alike_blocks, (sequence.num_prompt - 1) // self._size)
+        for (store, states), end in zip(self._states_of(sequence), (row.end, draft_end), strict=True):
+            if store is None:
+                continue
+            for count in sorted({*fixed, end // self._size}):
+                tokens = count * self._size
+                if states.covered < tokens <= end:
+                    key = sequence.block_keys(count, self._size)[-1]
+                    store.keep(states, key, tokens, count in fixed)
+
+    def advance(self, sequence: Sequence, row: Row) -> None:
+        """Note that the passes of a row have stored its states."""
+        if self.states is not None:
+            self.states.advance(sequence.states, row.end)
+        if self.draft_states is not None and row.draft_input_ids:
+            self.draft_states.advance(sequence.draft_states, row.draft_first_index + len(row.draft_input_ids))
+
+    def _states_of(self, sequence: Sequence) -> Iterator[tuple[StateStore | None, SequenceStates]]:
+        yield self.states, sequence.states
+        yield self.draft_states, sequence.draft_states
 
     def publish(self, sequence: Sequence, num_target: int, draft_kv_first: int, num_draft: int) -> None:
         """Let other requests use the full blocks of a text.
@@ -100,11 +171,14 @@ class BlockTables:
 
         Return False if too few are free for the whole text.
         """
-        if not self.has_blocks(row.sequence, stop):
+        if not self.has_blocks(row.sequence, stop) or not all(store.has_seat for store in self.state_stores):
             return False
         drafts = row.sequence.request.speculation.num_drafts > 0
         if self.draft is not None and drafts and not self._try_allocate_draft(row, self.draft):
             return False
+        for store, states in self._states_of(row.sequence):
+            if store is not None:
+                store.sit(states)
         return self._extend_target(row.sequence, stop)
 
     def has_blocks(self, sequence: Sequence, stop: int) -> bool:
@@ -123,13 +197,20 @@ class BlockTables:
         sequence.block_ids = ()
         sequence.draft_block_ids = ()
         sequence.first_draft_block = 0
+        for store, states in self._states_of(sequence):
+            if store is not None:
+                store.leave(states)
+        sequence.states = SequenceStates()
+        sequence.draft_states = SequenceStates()
 
-    def portion(self, number: int, count: int) -> tuple[BlockStore, BlockStore | None]:
-        """Return stores of one of `count` equal portions of the blocks (`BlockStore.portion`)."""
-        target = self.target.portion(number, count)
-        if self.draft is None:
-            return target, None
-        return target, self.draft.portion(number, count)
+    def portion(self, number: int, count: int) -> BlockTables:
+        """Return tables of one of `count` equal portions of the blocks (`BlockStore.portion`)."""
+        return BlockTables(
+            self.target.portion(number, count),
+            self.draft and self.draft.portion(number, count),
+            self.states and self.states.portion(number, count),
+            self.draft_states and self.draft_states.portion(number, count),
+        )
 
     def blocks_of(self, sequences: list[Sequence]) -> tuple[set[int], set[int]]:
         """Return the blocks that sequences hold, of the target and of the draft model."""
@@ -145,8 +226,14 @@ class BlockTables:
             return free, free
         return free, self.draft.forget(draft_blocks)
 
+    def forget_states(self, sequence: Sequence) -> None:
+        """Remove the states of a text from the prefix cache."""
+        keys = sequence.block_keys(len(sequence.tokens) // self._size, self._size)
+        for store in self.state_stores:
+            store.forget(keys)
+
     def forget_all(self) -> None:
-        for store in (self.target, self.draft):
+        for store in (self.target, self.draft, self.states, self.draft_states):
             if store is not None:
                 store.forget_all()
 
@@ -156,6 +243,10 @@ class BlockTables:
         self.target.check_invariants(block for s in running for block in s.block_ids)
         if self.draft is not None:
             self.draft.check_invariants(block for s in running for block in s.held_draft_blocks)
+        if self.states is not None:
+            self.states.check_invariants(s.states for s in running)
+        if self.draft_states is not None:
+            self.draft_states.check_invariants(s.draft_states for s in running)
 
     def _try_allocate_draft(self, row: PlannedRow, store: BlockStore) -> bool:
         """Release draft blocks before the window, and allocate the row's draft blocks."""

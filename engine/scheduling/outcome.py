@@ -84,9 +84,14 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_waiting: int
     num_blocks_used: int
+    num_states_used: int = 0
+    """Places of running sequences' states and of cached ones, of target and draft model."""
     num_preemptions: int
     num_cache_queries: int
     num_cache_hits: int
+    num_state_hits: int = 0
+    """Texts that started from a cached state."""
+    num_state_evictions: int = 0
     num_steps: int
 
 

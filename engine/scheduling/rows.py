@@ -240,4 +240,6 @@ def row_of(planned: PlannedRow) -> Row:
         num_prompt_logprobs=request.num_prompt_logprobs or 0,
         prompt_next=prompt_next,
         reports_drafts=request.reports_drafts,
+        state=sequence.states.places,
+        draft_state=sequence.draft_states.places,
     )

@@ -49,17 +49,16 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        blocks: BlockStore,
+        blocks: BlockStore | BlockTables,
         eos_token_ids: frozenset[int],
         draft_window: int = 0,
         by_head: bool = False,
-        draft_blocks: BlockStore | None = None,
     ) -> None:
-        """by_head: whether a head drafts. draft_blocks: draft pool with a draft window."""
+        """by_head: whether a head drafts."""
         self.config = config
         self.draft_prefill = DraftPrefill(config, draft_window, by_head)
-        self.tables = BlockTables(blocks, draft_blocks)
-        self.block_size = blocks.block_size
+        self.tables = blocks if isinstance(blocks, BlockTables) else BlockTables(blocks)
+        self.block_size = self.tables.target.block_size
         self.eos_token_ids = eos_token_ids
         self.controller: Controller | None = None
         """Without it adaptive requests draft their maximum."""
@@ -88,10 +87,10 @@ class Scheduler:
 
     def portion(self, number: int = 0, count: int = 1) -> Scheduler:
         """Return a scheduler with a portion of the blocks, which measurements may overwrite."""
-        blocks, draft_blocks = self.tables.portion(number, count)
-        window = self.draft_prefill.draft_window
-        by_head = self.draft_prefill.by_head
-        return Scheduler(self.config, blocks, self.eos_token_ids, window, by_head, draft_blocks)
+        tables = self.tables.portion(number, count)
+        return Scheduler(
+            self.config, tables, self.eos_token_ids, self.draft_prefill.draft_window, self.draft_prefill.by_head
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -163,6 +162,7 @@ class Scheduler:
         rows = []
         for row in self._in_place(planned):
             row.sequence.last_step = self._step
+            self.tables.keep_states(row)
             rows.append(row_of(row))
         self.last_plan = Plan(tuple(rows))
         return self.last_plan
@@ -179,6 +179,7 @@ class Scheduler:
             sequence.num_target_computed = row.end
             sequence.num_draft_computed = row.draft_first_index + len(row.draft_input_ids)
             sequence.draft_kv_first = row.draft_kv_first
+            self.tables.advance(sequence, row)
             if row.emits:
                 emission = next(emissions)
                 if row.sequence_id not in verdict.broken:
@@ -389,6 +390,7 @@ class Scheduler:
         """Publish, before the pass, the blocks that a row will fill, for other requests."""
         if row.sequence.sequence_id in self._running:
             self.tables.publish(row.sequence, row.end, row.draft_kv_first, row.draft_read_end)
+            self.tables.keep_states(row)
 
     def _reserve(self, row: PlannedRow) -> bool:
         """Allocate a row's blocks, preempting others if needed; False if the row itself is."""
@@ -466,6 +468,7 @@ class Scheduler:
             most_blocks = most_tokens // self.block_size
             self.tables.target.release(sequence.block_ids[most_blocks:])
             sequence.block_ids = sequence.block_ids[:most_blocks]
+        num_with_draft_kv = self.tables.start_from_states(sequence, num_with_draft_kv)
         num_blocks = len(sequence.block_ids)
         if drafts:
             sequence.num_draft_computed = min(num_with_draft_kv, num_blocks) * self.block_size

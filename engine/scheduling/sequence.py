@@ -10,6 +10,7 @@ from engine.fixed_edits import SharedEdits
 from engine.needs import needs_of_distribution
 from engine.plan import Grammar, TargetShift
 from engine.request import Request
+from engine.scheduling.states import SequenceStates
 from engine.scheduling.store import Key, next_key, root_key
 from engine.scheduling.text_drafters import TextDraftFinder
 from engine.scheduling.text_drafters.answers import AnswerStore
@@ -44,6 +45,11 @@ class Sequence:
     """Block table of the target; a tuple, so that steps recognise an unchanged table."""
     draft_block_ids: tuple[int, ...] = ()
     """Block table of a separate draft pool."""
+    states: SequenceStates = field(default_factory=SequenceStates)
+    """Places of its states, if the target has recurrent layers."""
+    draft_states: SequenceStates = field(default_factory=SequenceStates)
+    num_alike_blocks: int = 0
+    """Leading blocks that were cached at its admission, with states or without."""
     first_draft_block: int = 0
     """Index of the first draft block in its table; earlier ones are released or never allocated."""
     num_published_blocks: int = 0

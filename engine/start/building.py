@@ -39,8 +39,10 @@ from engine.models.backend import TransformersBackend
 from engine.models.runner import ModelRunner
 from engine.needs import needs_of_drafts
 from engine.request import Speculation
+from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.request_checks import check_defaults
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.states import StateStore
 from engine.scheduling.store import BlockStore
 from engine.speculation.conditions import DRAFTER_FACTS
 from engine.speculation.verification import RULES
@@ -54,7 +56,7 @@ from engine.start.limits import (
     report_context,
 )
 from engine.start.loading import LoadedModel, Progress, end_tokens, load_pair
-from engine.start.memory import MemoryPlan, StoredModel, blocks_of, num_states, plan_memory
+from engine.start.memory import MemoryPlan, StoredModel, blocks_of, plan_memory, state_sizes
 from engine.start.miniature import check_long_texts
 from engine.start.number_formats import draft_model_config
 from engine.start.outlines import outline_pair
@@ -139,8 +141,9 @@ class _Part(NamedTuple):
     @property
     def stored(self) -> StoredModel:
         """Return the K/V that the model stores."""
-        token_bytes = self.shape.token_bytes(self.choice.backend.kv_dtype)
-        return StoredModel(token_bytes, self.num_spare, self.shape.state_bytes)
+        dtype = self.choice.backend.kv_dtype
+        shape = self.shape
+        return StoredModel(shape.token_bytes(dtype), self.num_spare, shape.state_bytes(dtype), shape.input_bytes(dtype))
 
     def runner(
         self, num_blocks: int, config: EngineConfig, vocab_size: int, is_recorded: bool, kernels: Kernels
@@ -160,7 +163,7 @@ class _Part(NamedTuple):
             is_recorded,
             kernels,
             () if is_head else self.model.placeholder_ids,
-            num_states(config),
+            state_sizes(config),
         )
 
 
@@ -383,6 +386,7 @@ def _complete(assembly: _Assembly, memory: MemoryPlan) -> EngineFacts:
     return msgspec.structs.replace(
         assembly.facts,
         num_blocks=memory.num_blocks,
+        num_states=memory.num_states,
         max_model_len=memory.max_model_len,
         eos_token_ids=sorted(assembly.target.eos_token_ids),
         placeholder_ids=list(assembly.target.placeholder_ids),
@@ -435,10 +439,6 @@ def recorded_drafts(config: EngineConfig, draft: LoadedModel | None) -> list[Sha
 
 def _scheduler(assembly: _Assembly, memory: MemoryPlan) -> Scheduler:
     config = assembly.config
-    blocks, draft_blocks = (
-        BlockStore(count, config.cache.block_size, config.cache.prefix_caching)
-        for count in (memory.num_blocks, memory.num_draft_blocks)
-    )
     limits = config.scheduler
     if assembly.device.type == "cpu":
         limits = msgspec.structs.replace(
@@ -447,6 +447,16 @@ def _scheduler(assembly: _Assembly, memory: MemoryPlan) -> Scheduler:
             max_drafted_nodes=limits.max_drafted_nodes or _CPU_DRAFTED_NODES,
         )
     ends = assembly.target.eos_token_ids
-    window = config.speculation.draft_window
-    separate_blocks = draft_blocks if assembly.has_draft_pool else None
-    return Scheduler(limits, blocks, ends, window, assembly.is_head, separate_blocks)
+    return Scheduler(limits, _tables(assembly, memory), ends, config.speculation.draft_window, assembly.is_head)
+
+
+def _tables(assembly: _Assembly, memory: MemoryPlan) -> BlockTables:
+    cache = assembly.config.cache
+    blocks, draft_blocks = (
+        BlockStore(count, cache.block_size, cache.prefix_caching)
+        for count in (memory.num_blocks, memory.num_draft_blocks)
+    )
+    num_seats, num_cached, _ = state_sizes(assembly.config)
+    places = range(num_seats), range(num_seats, num_seats + num_cached)
+    states = [StateStore(*places) if part.shape.calls else None for part in assembly.parts]
+    return BlockTables(blocks, draft_blocks if assembly.has_draft_pool else None, *states)

@@ -32,6 +32,7 @@ _DRAFTS = {
     "llama4_text": "an EAGLE-3 head",
     "qwen2": "Qwen2.5-0.5B",
     "qwen3": "Qwen3-0.6B, or an EAGLE-3 or DFlash head",
+    "qwen3_5_text": "its own MTP module (--draft-model mtp)",
     "qwen3_moe": "Qwen3-0.6B, or an EAGLE-3 or DFlash head",
 }
 """Draft models that usually have the tokens of a type; the start compares the tokens."""
@@ -53,11 +54,13 @@ def describe(name: str, revision: str | None, wanted_device: str) -> Iterator[st
     model = _without_weights(config)
     weights = weight_bytes(model, config, device, is_own)
     token, inputs, state = stored_bytes(model, config, device)
-    yield f"weights: {weights / _GIB:.1f} GiB, K/V: {token - inputs:,} bytes a token"
-    if inputs:
-        yield f"recurrent layers: inputs of {inputs:,} bytes a token, a state of {state:,} bytes a request"
-    free = _free_bytes(device) - weights
-    if free > token:
+    yield f"weights: {weights / _GIB:.1f} GiB, K/V: {token:,} bytes a token"
+    if state:
+        yield f"recurrent layers: a state of {state:,} bytes a request, and {inputs:,} bytes a drafted token"
+    free = _free_bytes(device) - weights - state
+    if not token and free > 0:
+        yield f"this machine: {free // state:,} requests fit next to the weights, of any length"
+    elif free > token:
         yield f"this machine: {min(reach, free // token):,} tokens fit next to the weights"
     else:
         yield "this machine: the weights do not fit; serve a checkpoint with fewer bits, or a smaller model"
@@ -74,12 +77,12 @@ def weight_bytes(model: Any, config: Any, device: torch.device, is_own: bool) ->
 
 
 def stored_bytes(model: Any, config: Any, device: torch.device) -> tuple[int, int, int]:
-    """Return (bytes of a token, the share of recurrent layers' inputs, bytes of a state)."""
+    """Return (bytes of a token's K and V, of a node's inputs of recurrent layers, of a state)."""
     stored = getattr(config, "dtype", None) or torch.float32
     dtype = torch.float32 if device.type == "cpu" else stored
     try:
         shape = find_kv_shape(adopt(model, config.model_type))
-        return shape.token_bytes(dtype), shape.input_bytes(dtype), shape.state_bytes
+        return shape.token_bytes(dtype), shape.input_bytes(dtype), shape.state_bytes(dtype)
     except (RuntimeError, NotImplementedError):  # code that reads numbers, which such a model lacks
         return int(_kv_numbers(config)) * int(dtype.itemsize), 0, 0
 

@@ -177,12 +177,15 @@ def _chains(device: torch.device, width: int = 2500) -> tuple[Chains, ProbsTable
 def _recurrences(device: torch.device) -> Iterator[tuple[Any, ...]]:
     """Yield operands of GDN, of a decay for each line of a state, and of Mamba 2 and 1.
 
-    A text of two tokens continues from a state and stores one; three nodes follow, two of them
-    siblings. The second text begins with zeros.
+    A text of two tokens continues from a state and stores another one twice; three nodes follow,
+    two of them siblings. The second text continues from a state of the first. The third text begins
+    with zeros.
     """
-    table = [(4, -1, -1, -1, -1), (1, -1, -1, 0, 1), (2, -1, 0, 1, -1), (0, 0, 1, 2, -1), (3, 0, 2, 3, -1)]
-    columns = np.array([*table, (5, -1, -1, 4, -1)], dtype=np.int64).T.copy()
-    steps = RecurrentSteps(columns, np.array([0, 5, 6]), np.array([0, -1]))
+    text = [(4, -1, -1, -1, -1, -1), (1, -1, -1, 0, 1, 2)]
+    tree = [(2, -1, 0, 1, -1, -1), (0, 0, 1, 2, -1, -1), (3, 0, 2, 3, -1, -1)]
+    others = [(5, -1, -1, 4, -1, 0), (2, -1, -1, 5, -1, -1)]
+    columns = np.array([*text, *tree, *others], dtype=np.int64).T.copy()
+    steps = RecurrentSteps(columns, np.array([0, 5, 6, 7]), np.array([0, 2, -1]))
 
     def numbers(*shape: int) -> Tensor:
         return torch.arange(torch.Size(shape).numel(), device=device).mul(1.7).sin().view(shape)
@@ -194,11 +197,11 @@ def _recurrences(device: torch.device) -> Iterator[tuple[Any, ...]]:
         (1, 12, 4, 1, 1, 4, False),
     ):
         width = groups * key_dim + heads * (value_dim + rates + has_beta)
-        inputs_SW = numbers(6, width)
+        inputs_SW = 0.3 * numbers(6, width)  # larger keys would amplify rounding
         query, scale, states = (
-            numbers(5, groups, key_dim),
+            numbers(6, groups, key_dim),
             -numbers(heads, scales).abs(),
-            numbers(2, heads, key_dim, value_dim),
+            numbers(3, heads, key_dim, value_dim),
         )
         yield inputs_SW, query, scale, has_beta, states, steps
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine.attention.states import StateSizes
 from engine.config import MODEL, CacheConfig, EngineConfig, EngineFacts
 from engine.config_check import lookahead
 from engine.errors import ConfigError
@@ -40,6 +41,8 @@ class MemoryPlan:
     """K/V of each model, with spare blocks."""
     kept_back: Mapping[str, int]
     """Working memory of steps, and states of recurrent layers."""
+    num_states: int
+    """Places for states, of all models."""
 
 
 class StoredModel(NamedTuple):
@@ -50,6 +53,8 @@ class StoredModel(NamedTuple):
     """Blocks besides the pool."""
     state_bytes: int = 0
     """State of a text in recurrent layers."""
+    input_bytes: int = 0
+    """Inputs of a node of recurrent layers."""
 
 
 def plan_memory(
@@ -71,9 +76,13 @@ def plan_memory(
         "workspace": _workspace_bytes(config, facts.vocab_size),
         "graphs": recorded_bytes,
     }
-    state_bytes = num_states(config) * sum(model.state_bytes for model in models)
-    if state_bytes:
-        kept_back["states"] = state_bytes
+    num_seats, num_cached, num_nodes = state_sizes(config)
+    recurrent = [model for model in models if model.state_bytes]
+    if recurrent:
+        kept_back["states"] = sum(
+            (num_seats + num_cached) * model.state_bytes + num_seats * num_nodes * model.input_bytes
+            for model in recurrent
+        )
     longest = facts.max_model_len
     block_size = config.cache.block_size
     block_bytes = [block_size * model.token_bytes for model in models]
@@ -83,7 +92,8 @@ def plan_memory(
     num_blocks = config.cache.num_blocks
     if not num_blocks:
         free = max(0, _free_bytes(config.cache, device, sum(kept_back.values())) - sum(spare_bytes))
-        num_blocks = free // sum(block_bytes)
+        # Blocks of a model without attention take no memory.
+        num_blocks = free // sum(block_bytes) if any(block_bytes) else most_blocks * config.scheduler.max_num_seqs
         if has_draft_pool and num_blocks > window_blocks:
             num_blocks = (free - window_blocks * block_bytes[1]) // block_bytes[0]
         has_size = config.cache.memory_bytes or config.cache.device_share
@@ -102,7 +112,8 @@ def plan_memory(
     num_draft_blocks = min(num_blocks, window_blocks) if has_draft_pool else num_blocks
     counts = (num_blocks, num_draft_blocks)
     pool_bytes = [count * size + spare for count, size, spare in zip(counts, block_bytes, spare_bytes, strict=False)]
-    return MemoryPlan(num_blocks, num_draft_blocks, longest, most_blocks, pool_bytes, kept_back)
+    num_states = (num_seats + num_cached) * len(recurrent)
+    return MemoryPlan(num_blocks, num_draft_blocks, longest, most_blocks, pool_bytes, kept_back, num_states)
 
 
 def blocks_of(length: int, config: EngineConfig) -> int:
@@ -110,9 +121,11 @@ def blocks_of(length: int, config: EngineConfig) -> int:
     return -(-(length + lookahead(config)) // config.cache.block_size)
 
 
-def num_states(config: EngineConfig) -> int:
-    """Return the places for states: one a running request, and as many for cached prefixes."""
-    return 2 * config.scheduler.max_num_seqs
+def state_sizes(config: EngineConfig) -> StateSizes:
+    """Return a seat for each running request, and the same number of places for cached prefixes."""
+    num_seats = config.scheduler.max_num_seqs
+    num_cached = num_seats if config.cache.prefix_caching else 0
+    return StateSizes(num_seats, num_cached, lookahead(config))
 
 
 def _window_blocks(config: EngineConfig) -> int:

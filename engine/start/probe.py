@@ -34,7 +34,7 @@ from engine.attention.attention import HOOK, PagedKernel
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
 from engine.attention.latent import has_latents
 from engine.attention.masks import record_mask, register_masks
-from engine.attention.recurrent import ShapeCalls, computing, input_shapes
+from engine.attention.recurrent import ShapeCalls, computing
 from engine.attention.tensors import KVShape, LayerShape
 from engine.config import ModelConfig
 from engine.cuda.lean_decoder import LeanDecoder
@@ -47,6 +47,7 @@ from engine.models.importing import import_transformers
 from engine.models.kinds import is_decoder, is_lean
 from engine.models.quantising import dequantised, has_quantised, quantises_rows, rounding_off
 from engine.models.runner import ModelRunner
+from engine.plan import StatePlaces
 from engine.speculation.topology import merge_chains
 from engine.start.loading import LoadedModel
 from engine.start.number_formats import arithmetic_dtype
@@ -162,10 +163,9 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
         transformers.AttentionInterface.register(f"{HOOK}_{name}", record)
         with attention(loaded.model, f"{HOOK}_{name}"), torch.inference_mode(), computing(calls):
             plain_forward(loaded.model, [text], cache)
-    layers |= input_shapes(inputs)
-    if not layers:
+    if not layers and not inputs.shapes:
         raise LoadError(f"{loaded.name}: none of its layers attends through the hook; not supported")
-    return KVShape(layers, shared, state_bytes=inputs.state_bytes)
+    return KVShape(layers, shared, calls=tuple(inputs.shapes))
 
 
 def choose_backend(
@@ -388,10 +388,10 @@ def _paged_logits(
     ]
     # Accept the second chain: its nodes move to the end of the prompt, then one more token is run.
     slots = [block * block_size + place for block in blocks for place in range(block_size)]
-    moves = []
-    for depth, node in enumerate(tree.paths[1][1:]):
-        moves.append((slots[len(prompt) + node - 1], slots[len(prompt) + depth]))
-    runner.keep([moves])
+    nodes_from_to = [(node - 1, depth) for depth, node in enumerate(tree.paths[1][1:])]
+    moves = [(slots[len(prompt) + node], slots[len(prompt) + depth]) for node, depth in nodes_from_to]
+    runner.keep([moves], [(0, node, depth) for node, depth in nodes_from_to])
     text = prompt + chains[1]
-    after_NV = runner.forward([SequenceInput([last], len(text), blocks, NO_NODES, slice(0, 1))])
+    state = StatePlaces(seat=0, source=0, covered=len(prompt))
+    after_NV = runner.forward([SequenceInput([last], len(text), blocks, NO_NODES, slice(0, 1), state=state)])
     return [*results, ([*text, last], after_NV)]

@@ -111,5 +111,5 @@ def target_inputs(plan: Plan, draft: Draft | None) -> list[SequenceInput]:
             wanted = slice(len(row.input_ids) - 1, None)  # the root and its nodes
         if row.prompt_next:
             wanted = slice(0, None)
-        inputs.append(SequenceInput(row.input_ids, row.first_index, row.block_ids, nodes, wanted))
+        inputs.append(SequenceInput(row.input_ids, row.first_index, row.block_ids, nodes, wanted, state=row.state))
     return inputs

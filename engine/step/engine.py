@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention.tensors import slot_moves
+from engine.attention.tensors import node_moves, slot_moves
 from engine.config import EngineFacts, SpeculationConfig
 from engine.drafting.draft import Draft
 from engine.drafting.drafter import Drafter
@@ -18,9 +18,8 @@ from engine.errors import RequestError
 from engine.grammar.grammar import GrammarClient, GrammarPool
 from engine.grammar.grammar_queue import GrammarQueue
 from engine.grammar.thinking import ThinkingGrammar
-from engine.kernels.protocol import KVMoves
 from engine.models.runner import ModelRunner
-from engine.plan import Emission, Grammar, Plan, StepVerdict
+from engine.plan import Emission, Grammar, Plan, Row, StepVerdict
 from engine.request import Request
 from engine.sampling.edits import MASKED, has_dead_end
 from engine.scheduling.outcome import Outcome, StepStats
@@ -137,9 +136,12 @@ class Engine:
 
     def _compact(self, plan: Plan, draft: Draft | None, emissions: Sequence[Emission]) -> None:
         """Make the K/V of accepted paths contiguous in the caches of target and drafter."""
-        moves = target_moves(plan, draft, emissions, self.facts.block_size)
-        if any(moves):
-            self.target.keep(moves)
+        accepted = target_moves(plan, draft, emissions)
+        if accepted:
+            size = self.facts.block_size
+            moves = [slot_moves(pairs, row.block_ids, size) for row, pairs in accepted]
+            nodes = [move for row, pairs in accepted for move in node_moves(pairs, row.end, row.state)]
+            self.target.keep(moves, nodes)
         if self.drafter is not None:
             self.drafter.keep(plan, emissions)
 
@@ -231,6 +233,7 @@ class Engine:
         sequences = [sequence for sequence in running if sequence is not None]
         blocks = tables.blocks_of(sequences)
         for sequence in sequences:
+            tables.forget_states(sequence)
             self._end(sequence.request.request_id, BROKEN)
         free, draft_free = tables.forget(*blocks)
         self.target.wipe(free)
@@ -268,16 +271,16 @@ class Engine:
                 self.grammar_queue.end(outcome.request_id)
 
 
-def target_moves(plan: Plan, draft: Draft | None, emissions: Sequence[Emission], block_size: int) -> list[KVMoves]:
-    """Return the moves that make the target's K/V of accepted paths contiguous, by row."""
+def target_moves(
+    plan: Plan, draft: Draft | None, emissions: Sequence[Emission]
+) -> list[tuple[Row, list[tuple[int, int]]]]:
+    """Return the moves from index to index that make accepted paths contiguous, by row."""
     if draft is None:
         return []
-    moves: list[KVMoves] = []
+    moves = []
     for row, tree, emission in zip(plan.sampling_rows, draft.trees, emissions, strict=True):
         if emission.rank == 0 or not emission.accepted:  # the first chain's nodes are in place
-            moves.append([])
             continue
         path = tree.paths[emission.rank][1 : len(emission.accepted) + 1]
-        pairs = [(row.end + node - 1, row.end + depth) for depth, node in enumerate(path)]
-        moves.append(slot_moves(pairs, row.block_ids, block_size))
+        moves.append((row, [(row.end + node - 1, row.end + depth) for depth, node in enumerate(path)]))
     return moves

@@ -194,6 +194,7 @@ class Telemetry:
     ) -> StepStats:
         """Return the state, with the times of the last step if there was one."""
         scheduler = self._scheduler
+        states = scheduler.tables.state_stores
         return StepStats(
             wall_s=wall_s,
             plain_s=None,
@@ -203,8 +204,11 @@ class Telemetry:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + num_awaiting_grammar,
             num_blocks_used=scheduler.tables.target.num_used,
+            num_states_used=sum(store.num_used for store in states),
             num_preemptions=scheduler.num_preemptions,
             num_cache_queries=scheduler.num_cache_queries,
             num_cache_hits=scheduler.num_cache_hits,
+            num_state_hits=sum(store.num_hits for store in states),
+            num_state_evictions=sum(store.num_evicted for store in states),
             num_steps=self.num_steps,
         )

@@ -105,6 +105,8 @@ class ServerMetrics:
         self._running = self._gauge("num_requests_running", "Requests that hold cache blocks.")
         self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
         self._usage = self._gauge("kv_cache_usage_ratio", "Share of cache blocks in use.")
+        self._states = self._gauge("states_used", "States of recurrent layers: of running requests, and cached.")
+        self._places = self._gauge("states_max", "Places for states; 0 without recurrent layers.")
         self._sleeping = self._gauge("engine_sleeping", "1 while an idle engine has no process (--sleep-idle-seconds).")
         self._sleeps = self._counter("engine_sleeps", "Times that an idle engine fell asleep.")()
         self._wakes = self._counter("engine_wakes", "Times that a request woke the engine.")()
@@ -122,6 +124,8 @@ class ServerMetrics:
                 ("num_preemptions", "Requests that lost their blocks and were recomputed."),
                 ("prefix_cache_queries", "Tokens of admitted texts."),
                 ("prefix_cache_hits", "Tokens of admitted texts whose K/V was there."),
+                ("state_cache_hits", "Admitted texts that started from a cached state."),
+                ("state_cache_evictions", "Cached states that were replaced by others."),
             )
         }
         self._step = self._histogram("step_seconds", "Duration of a step by phase.", _STEP_S, "phase")
@@ -207,6 +211,7 @@ class ServerMetrics:
         self._publish_facts("build_info", VERSION, facts.architecture, facts.device, facts.dtype)
         self._publish_facts("cache_config_info", str(facts.num_blocks), str(facts.block_size))
         self._num_blocks = facts.num_blocks
+        self._places.set(facts.num_states)
         # Rates need a series that exists before its first count.
         series: list[tuple[Callable[..., Any], Sequence[str]]] = [
             (self._step, PHASES),
@@ -243,10 +248,13 @@ class ServerMetrics:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._usage.set(stats.num_blocks_used / self._num_blocks)
+        self._states.set(stats.num_states_used)
         for name, count in (
             ("num_preemptions", stats.num_preemptions),
             ("prefix_cache_queries", stats.num_cache_queries),
             ("prefix_cache_hits", stats.num_cache_hits),
+            ("state_cache_hits", stats.num_state_hits),
+            ("state_cache_evictions", stats.num_state_evictions),
         ):
             if count != self._seen[name]:
                 self._totals[name].inc(count - self._seen[name])

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
 from engine.attention.paths import Paths
-from engine.attention.tensors import KVTensors
+from engine.attention.states import States
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.errors import ConfigError, LoadError
-from engine.kernels.protocol import KVMoves
 from engine.request import Speculation
 from engine.start.architectures import RECURRENT_MODEL_TYPES, check_machine
 from engine.start.limits import check_outlines
@@ -36,16 +35,8 @@ def siblings(right: Callable[..., Any], paths: Paths, *operands: Any) -> Any:
     return right(paths, *operands)
 
 
-def unmoved(_right: Callable[..., Any], storage: KVTensors, moves: Sequence[KVMoves]) -> None:
+def unmoved(_right: Callable[..., Any], _states: States, _moves: Any) -> None:
     """A wrong variant: inputs of rejected nodes stay behind the text."""
-    attention = [stored for keys, values in _attention(storage) for stored in (keys[None], values[None])]
-    nonempty = [part for part in moves if part]
-    if attention and nonempty:
-        storage.kernels.move(attention, nonempty)
-
-
-def _attention(storage: KVTensors) -> list[Any]:
-    return [pair for number, pair in storage.layers.items() if number >= 0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -54,7 +45,7 @@ def test_tree_and_acceptance_compute_what_transformers_does(kind: str) -> None:
     model = families.family(KINDS[kind])
     shape = find_kv_shape(model)
     assert probe(model, shape, block_size=8) < 1
-    for owner, name, variant in ((Paths, "_slots", siblings), (KVTensors, "keep", unmoved)):
+    for owner, name, variant in ((Paths, "_windows_of", siblings), (States, "keep", unmoved)):
         with instead(owner, name, variant), pytest.raises(LoadError, match="logits through the paged path differ"):
             probe(model, shape, block_size=8)
 

@@ -17,6 +17,7 @@ from engine.heads.loading import head_config, load_head, mtp_config
 from engine.start.loading import LoadedModel, adopt_head
 from engine.start.loading import load as load_model
 from tests.engine import tiny
+from tests.models import families
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER = 24, 4, 2, 8, 40
 EPS = 1e-5
@@ -298,6 +299,27 @@ def write_mtp(
         (folder / "model.safetensors.index.json").write_text(json.dumps(places))
     else:
         save_file({name: one for part in parts.values() for name, one in part.items()}, whole, {"format": "pt"})
+    return Written(folder, tensors, {}, (NORMED,))
+
+
+def write_hybrid_mtp(folder: Path, vocabulary: int = 97) -> Written:
+    """Write a random Qwen3.5 with an MTP module, as it is published: a layer that attends."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+
+    config = families.config("qwen3_5_text", vocab_size=vocabulary, mtp_num_hidden_layers=1)
+    model = tiny.load_model(config, 31).model
+    random, width = Random(), config.hidden_size
+    # Norms begin at zero. Else the module's norm would hide what the target's does.
+    model.model.norm.weight.data = random.normal(width, spread=0.3)
+    model.save_pretrained(folder)
+    attending = config.layer_types.index("full_attention")
+    layer = Qwen3_5DecoderLayer(config, attending).state_dict()
+    tensors = {f"mtp.layers.0.{name}": random.normal(*one.shape, spread=0.2) for name, one in layer.items()}
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        tensors[f"mtp.{name}.weight"] = random.normal(width, spread=0.3)
+    tensors["mtp.fc.weight"] = random.normal(width, 2 * width)
+    whole = folder / "model.safetensors"
+    save_file(load_file(whole) | tensors, whole, {"format": "pt"})
     return Written(folder, tensors, {}, (NORMED,))
 
 

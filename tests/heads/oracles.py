@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -274,6 +275,46 @@ class Module:
             if token is not None:
                 tokens, state_TD = [*tokens, token], torch.cat([state_TD, output_TD[-1:]])
         return self.module._project_to_logits(output_TD[-1])
+
+
+class HybridModule:
+    """An MTP module of Qwen3.5, from the beginning of the text at every node."""
+
+    def __init__(self, written: Written, of: LoadedModel) -> None:
+        from transformers.models.qwen3_5 import modeling_qwen3_5 as code
+
+        config = copy.deepcopy(of.model.config)
+        config._attn_implementation = "eager"
+        self.of, self.tensors, self.eps = of, written.tensors, config.rms_norm_eps
+        self.block = code.Qwen3_5DecoderLayer(config, config.layer_types.index("full_attention"))
+        begin = "mtp.layers.0."
+        self.block.load_state_dict(
+            {n.removeprefix(begin): t for n, t in written.tensors.items() if n.startswith(begin)}
+        )
+        self.rotary = code.Qwen3_5TextRotaryEmbedding(config)
+
+    def normed(self, rows_TD: Tensor, name: str) -> Tensor:
+        scale_T1 = torch.rsqrt(rows_TD.pow(2).mean(-1, keepdim=True) + self.eps)
+        return rows_TD * scale_T1 * (1 + self.tensors[f"mtp.{name}.weight"])
+
+    @torch.inference_mode()
+    def logits(self, text: Sequence[int], states: Tensor, path: Sequence[int]) -> Tensor:
+        """Return [V] logits below a path; states: [>= text - 1, D] the target's normed ones."""
+        tokens, state_TD = list(text[1:]), states[: len(text) - 1]
+        for token in [*path, None]:
+            embedded_TD = self.normed(
+                self.of.model.get_input_embeddings()(torch.tensor(tokens)), "pre_fc_norm_embedding"
+            )
+            joined_TX = torch.cat([embedded_TD, self.normed(state_TD, "pre_fc_norm_hidden")], -1)
+            hidden_1TD = (joined_TX @ self.tensors["mtp.fc.weight"].T)[None]
+            places = torch.arange(1, len(tokens) + 1)[None]
+            mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
+            output = self.block(hidden_1TD, self.rotary(hidden_1TD, places), attention_mask=mask)
+            output_TD = self.normed(output[0], "norm")
+            if token is not None:
+                tokens, state_TD = [*tokens, token], torch.cat([state_TD, output_TD[-1:]])
+        logits_V: Tensor = self.of.model.lm_head(output_TD[-1])
+        return logits_V
 
 
 def largest_error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:

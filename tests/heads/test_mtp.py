@@ -27,6 +27,7 @@ from tests.grid import grid
 from tests.heads import folders, oracles
 from tests.heads.recording import SPECULATIONS, VOCABULARY, Recorder, largest_error, served
 from tests.heads.test_eagle import keeping_drafts, of_another_token, of_the_first_parent
+from tests.models import families
 from tests.wrong import instead
 
 Pair = tuple[LoadedModel, folders.Written]
@@ -51,6 +52,32 @@ def test_logits_are_those_of_transformers_whatever_came_before(pair: Pair, name:
     recorder, texts = served(*pair, SPECULATIONS[name])
     assert any(node.path for node in recorder.nodes)
     assert errors(pair, recorder, texts) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECULATIONS)
+def test_module_of_a_hybrid_target(tmp_path: Path, name: str) -> None:
+    """After chunks of prompts, shared beginnings, drafts and preemption."""
+    written = folders.write_hybrid_mtp(tmp_path / "target", VOCABULARY)
+    target = folders.load_target(written)
+    recorder, texts = served(target, written, SPECULATIONS[name])
+    assert largest_error(target, written, oracles.HybridModule(written, target), recorder, texts) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_greedy_answers_of_a_hybrid_with_its_module(tmp_path: Path) -> None:
+    """Few tokens, so that a random module is right now and then."""
+    written = folders.write_hybrid_mtp(tmp_path / "target", 12)
+    target = folders.load_target(written)
+    prompts = tiny.prompts(12, (3, 30, 41))
+    expected = {str(i): families.generated(target, prompt, 24) for i, prompt in enumerate(prompts)}
+    engine = tiny.build(target, folders.load(written, target))
+    requests = [tiny.request(str(i), prompt, SPECULATIONS["chains"], 24) for i, prompt in enumerate(prompts)]
+    for _ in range(2):  # the second time, the prompts begin in the cache
+        run = tiny.run(engine, requests)
+        assert run.tokens == expected
+        assert run.num_accepted > 0
 
 
 def before_the_norm(hook: Any, model: Any, tap: int, observe: Any) -> Any:
@@ -141,7 +168,7 @@ def test_rules_with_target_shifts_are_refused_before_weights_are_read(tmp_path: 
         ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers is 0; only one MTP module is served"),
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; only one"),
         ({"quantization_config": {"quant_method": "fp8"}}, "of quantised checkpoints are not served"),
-        ({"model_type": "qwen3"}, "MTP modules are served in glm4_moe, not in qwen3"),
+        ({"model_type": "qwen3"}, "MTP modules are served in glm4_moe, qwen3_5_text, not in qwen3"),
     ],
 )
 def test_targets_without_a_served_module_are_refused_before_weights_are_read(

@@ -83,6 +83,8 @@ def _converted(architecture: str, path: str, weight: torch.Tensor, config: Any) 
         return weight + 1
     if architecture == "gpt2" and path.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
         return weight.T.contiguous()
+    if path.endswith("conv.conv.weight"):
+        return weight.squeeze(1)
     num_heads = {"q_proj": config.num_attention_heads, "k_proj": getattr(config, "num_key_value_heads", 0)}
     part = path.split(".")[-2]
     if architecture == "llama" and part in num_heads:

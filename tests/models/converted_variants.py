@@ -150,6 +150,9 @@ VARIANTS = {
     "qwen3moe-yarn": Variant("qwen3moe", "Qwen 3 with experts and YaRN", "qwen3_moe",
                              _rope(1e6, **_YARN) | _experts(NARROW) | {"head_dim": 32, "norm_topk_prob": True}),
     "gpt2": Variant("gpt2", "GPT-2", "gpt2"),
+    "lfm2": Variant("lfm2", "LFM2, LFM2.5", "lfm2", _rope(1e6) | _TIED | {
+        "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "norm_eps": 1e-5,
+        "block_auto_adjust_ff_dim": False}),
 }  # fmt: skip
 """Variants by a short name."""
 

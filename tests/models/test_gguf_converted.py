@@ -98,6 +98,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "rotated": ("phi4", {"phi3.rope.dimension_count": 17}, "phi3.rope.dimension_count is 17 of 16 numbers of a head"),
     "no factors": ("phi4", {"phi3.rope.scaling.original_context_length": 128}, "no factors of its rotary embedding "),
     "scaling": ("phi4", {"phi3.rope.scaling.type": "yarn"}, "phi3.rope.scaling.type is 'yarn', which is not served"),
+    "convolutions": ("lfm2", {"lfm2.attention.head_count_kv": [0, 2, 0, 4]}, "is [0, 2, 0, 4], which no decoder has"),
     "values": ("gemma3", {"gemma3.attention.value_length": 8}, "value_length is 8, which is not served; values must"),
 }
 

@@ -7,6 +7,7 @@ import msgspec
 from engine.config import SchedulerConfig
 from engine.plan import Plan
 from engine.request import Speculation
+from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.prompts import PromptLimit
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.store import BlockStore
@@ -65,10 +66,8 @@ def test_a_preempted_row_is_neither_a_prompt_nor_a_decoding_row() -> None:
 def test_a_preempted_prompt_takes_no_time_of_the_step() -> None:
     """The first prompt takes the draft model's block that the second holds."""
     config = SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=4, max_prompt_tokens=16)
-    draft_blocks = BlockStore(3, BLOCK_SIZE)
-    scheduler = Scheduler(
-        config, BlockStore(256, BLOCK_SIZE), frozenset({99}), draft_window=8, draft_blocks=draft_blocks
-    )
+    tables = BlockTables(BlockStore(256, BLOCK_SIZE), BlockStore(3, BLOCK_SIZE))
+    scheduler = Scheduler(config, tables, frozenset({99}), draft_window=8)
     scheduler.times = Formula()
     scheduler.submit(request("decodes", 4, 100, first=5000))
     step(scheduler)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,10 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.config import SchedulerConfig
 from engine.control.step_time import StepTimes
-from engine.plan import Plan
+from engine.plan import Plan, StatePlaces
 from engine.request import Speculation
+from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.rows import PlannedRow
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.states import SequenceStates, StateStore
 from engine.scheduling.store import BlockStore
 from tests.scheduling.machine import Machine
 from tests.scheduling.test_scheduler import BLOCK_SIZE, Whims, build, request, verdict
@@ -46,13 +50,32 @@ class Contents:
         return blocks[index // BLOCK_SIZE] * BLOCK_SIZE + index % BLOCK_SIZE
 
 
+class StateContents:
+    """Texts of a model's states by place, and accepted nodes by seat."""
+
+    def __init__(self) -> None:
+        self.text_at: dict[int, tuple[int, ...]] = {-1: ()}
+        self.accepted: dict[int, list[int]] = {}
+
+    def read(self, places: StatePlaces | None, text: Many[int], first: int, end: int) -> None:
+        """Read a text from index `first` to `end` in the next pass, as the next row of the pass."""
+        if places is None:
+            return
+        assert self.text_at[places.source] == tuple(text[: places.covered]), "the state of another text is read"
+        repeated = self.accepted.pop(places.seat, []) if places.source == places.seat else []
+        assert list(text[places.covered : first]) == repeated[: first - places.covered], "inputs are lost"
+        for stop, place in ((end, places.seat), *places.kept):
+            self.text_at[place] = tuple(text[:stop])
+
+
 class Traffic(RuleBasedStateMachine):
     """Requests come, are aborted, and steps accept anything."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = build()
+        self.scheduler = recurrent()
         self.target_contents, self.draft_contents = Contents(), Contents()
+        self.target_states, self.draft_states = StateContents(), StateContents()
         self.remaining: dict[str, int] = {}
         self.next_name = 0
 
@@ -95,6 +118,10 @@ class Traffic(RuleBasedStateMachine):
         for row, text in zip(plan.rows, texts, strict=True):
             accepted = [token] * min(accept, row.draft_length) if row.emits else []
             self.target_contents.compute(row.block_ids, text + accepted, row.end, row.end + len(accepted))
+            if row.state is not None and row.draft_state is not None:
+                self.target_states.accepted[row.state.seat] = accepted
+                if row.fanout:
+                    self.draft_states.accepted[row.draft_state.seat] = accepted[: row.draft_length - 1]
             # The draft model never computes the last tokens of chains.
             self.draft_contents.write_nodes(row.draft_table, row.end, row.num_drafts * (row.draft_length - 1))
             if accepted:
@@ -118,6 +145,9 @@ class Traffic(RuleBasedStateMachine):
         for row, text, end in zip(plan.rows, texts, ends, strict=True):
             self.target_contents.compute(row.block_ids, text, row.first_index, row.end)
             self.draft_contents.compute(row.draft_table, text, row.draft_first_index, end)
+            self.target_states.read(row.state, text, row.first_index, row.end)
+            if row.draft_input_ids:
+                self.draft_states.read(row.draft_state, text, row.draft_first_index, end)
         for row, text, end in zip(plan.rows, texts, ends, strict=True):
             self.target_contents.check(row.block_ids, text, 0, row.first_index)
             if row.draft_input_ids:
@@ -135,6 +165,15 @@ class Traffic(RuleBasedStateMachine):
         assert not self.remaining, "a request never ended"
         assert self.scheduler.tables.target.num_used == 0
         assert self.scheduler.tables.draft is None or self.scheduler.tables.draft.num_used == 0
+
+
+def recurrent(num_cached: int = 3) -> Scheduler:
+    """A scheduler of two models with recurrent layers."""
+    scheduler = build()
+    seats, cached = range(4), range(4, 4 + num_cached)
+    stores = [StateStore(seats, cached) for _ in ("target", "draft")]
+    tables = BlockTables(scheduler.tables.target, None, *stores)
+    return Scheduler(scheduler.config, tables, frozenset({99}))
 
 
 class SlowPrompts(Traffic):
@@ -164,7 +203,7 @@ def windowed(window: int = WINDOW) -> Scheduler:
     """A scheduler with draft blocks for one whole text, and not for four windows."""
     config = SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=4)
     target, draft = BlockStore(24, BLOCK_SIZE), BlockStore(15, BLOCK_SIZE)
-    return Scheduler(config, target, frozenset({99}), draft_window=window, draft_blocks=draft)
+    return Scheduler(config, BlockTables(target, draft), frozenset({99}), draft_window=window)
 
 
 class AdaptiveTraffic(Traffic):
@@ -308,3 +347,55 @@ def test_published_blocks_of_an_answer_of_one_token_are_computed() -> None:
         traffic.submit(length, max_tokens=1 + length % BLOCK_SIZE, drafts=1, draft_length=1, priority=0)
     traffic.step(0, 7)
     traffic.teardown()
+
+
+def shared_prompts() -> Traffic:
+    """Answers after prompts that begin alike, one by one and together, in few places."""
+    traffic = Traffic()
+    traffic.scheduler = recurrent(2)
+    for length in (13, 22, 22, 9):
+        for _ in range(2):
+            traffic.submit(length, max_tokens=9, drafts=2, draft_length=3, priority=0)
+        for accept in (2, 0, 3):
+            traffic.step(accept, 7)
+    traffic.teardown()
+    return traffic
+
+
+def same_place(_right: Callable[..., int], store: StateStore, _replaced: Any) -> int:
+    """A wrong variant: all cached states have one place."""
+    return store.cached[0]
+
+
+def late(right: Callable[..., None], store: StateStore, states: SequenceStates, covered: int) -> None:
+    """A wrong variant: a state is taken for that of a token before it."""
+    right(store, states, covered - 1)
+
+
+@pytest.mark.parametrize(("name", "variant"), [("_take", same_place), ("advance", late)])
+def test_states_and_inputs_are_those_of_the_text(name: str, variant: Callable[..., None]) -> None:
+    states = shared_prompts().scheduler.tables.states
+    assert states is not None
+    assert states.num_hits > 4
+    assert states.num_evicted > 0
+    with instead(StateStore, name, variant), pytest.raises(AssertionError):
+        shared_prompts()
+
+
+def test_third_text_starts_where_the_second_left_the_first() -> None:
+    """States are cached where a prompt ends, and where a text leaves another one."""
+    scheduler = recurrent(4)
+    beginning = tuple(range(2 * BLOCK_SIZE + 1))
+    cached = []
+    for number in range(4):
+        prompt = (*beginning, *[100 * min(number, 2)] * (2 * BLOCK_SIZE))
+        asked = request(str(number), len(prompt), 3 * BLOCK_SIZE)
+        scheduler.submit(msgspec.structs.replace(asked, prompt_token_ids=prompt))
+        while scheduler.has_work:
+            plan = scheduler.plan()
+            outcomes = scheduler.commit(plan, verdict(plan))
+        cached.append(outcomes[0].num_cached)
+    assert cached == [0, 0, 2 * BLOCK_SIZE, 4 * BLOCK_SIZE]
+    assert scheduler.tables.states is not None
+    assert scheduler.tables.states.num_evicted > 0
+    assert scheduler.tables.states.num_used == 4

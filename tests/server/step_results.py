@@ -32,8 +32,11 @@ def stats(wall_s: float = 0.01, plain_s: float | None = None, draft_s: float = 0
         num_running=1,
         num_waiting=0,
         num_blocks_used=1,
+        num_states_used=3,
         num_cache_queries=0,
         num_cache_hits=0,
+        num_state_hits=2,
+        num_state_evictions=1,
         num_preemptions=0,
         num_steps=1,
     )

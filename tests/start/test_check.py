@@ -28,12 +28,16 @@ def test_bytes_of_a_token_count_what_layers_store(
     assert f"K/V: {token_bytes:,} bytes a token" in text
 
 
-def test_inputs_of_recurrent_layers_are_named_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One layer attends. Two have a convolution, and k, v and gates of 4 heads."""
+def test_states_of_recurrent_layers_are_named_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One layer attends. Two have a window of a convolution, and k, v and gates of 4 heads."""
     families.config("qwen3_5_text").save_pretrained(tmp_path)
     _, text = text_of(tmp_path, capsys)
     assert "K/V: 128 bytes a token" in text
-    assert "recurrent layers: inputs of 960 bytes a token, a state of 2,048 bytes a request" in text
+    assert "recurrent layers: a state of 3,584 bytes a request, and 960 bytes a drafted token" in text
+    families.config("mamba2").save_pretrained(tmp_path)
+    _, text = text_of(tmp_path, capsys)
+    assert "K/V: 0 bytes a token" in text
+    assert "requests fit next to the weights, of any length" in text
 
 
 def test_configuration_alone_shows_how_a_model_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

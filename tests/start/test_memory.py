@@ -60,10 +60,10 @@ def test_step_workspace_is_reserved(facts: object, monkeypatch: pytest.MonkeyPat
 
 
 def test_states_are_named_apart_from_keys_and_values(facts: object) -> None:
-    """Two states a request, of each model."""
-    models = [StoredModel(1000, state_bytes=3000), StoredModel(500, state_bytes=200)]
+    """Two states a request, and the inputs of its drafted tokens, of each model."""
+    models = [StoredModel(1000, state_bytes=3000, input_bytes=7), StoredModel(500, state_bytes=200, input_bytes=3)]
     plans = [plan_memory(CONFIG, facts, part, 0, torch.device("cpu")) for part in (models, PAIR)]  # type: ignore[arg-type]
-    assert [plan.kept_back.get("states") for plan in plans] == [2 * 64 * 3200, None]
+    assert [plan.kept_back.get("states") for plan in plans] == [64 * (2 * 3200 + lookahead(CONFIG) * 10), None]
 
 
 def test_a_small_card_that_does_not_hold_one_request_is_refused(facts: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,10 @@ from engine.cpu.levels import Levels
 from engine.errors import NON_FINITE
 from engine.models.runner import ModelRunner
 from engine.request import Speculation
+from engine.scheduling.block_tables import BlockTables
 from engine.step.engine import Engine
 from tests.engine import tiny
+from tests.models import families
 from tests.wrong import instead, level_by_level
 
 SHAPES = {
@@ -197,3 +199,37 @@ def test_broken_request_with_shared_blocks_ends_alone() -> None:
         tokens, errors = run(machine, [short, longer])
     assert list(errors) == [BAD]
     assert tokens["0"] == expected["0"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_broken_state_is_not_cached() -> None:
+    """The second step of the request stores its state at the end of a block."""
+    target = families.family("qwen3_5_text")
+    asked = requests(SHAPES["plain"])
+    expected, _ = run(tiny.build(target, None), asked)
+
+    def cached_are_finite() -> bool:
+        machine = tiny.build(target, None)
+        steps = 0
+
+        def poisoned(carry_out: Any, plan: Any, *rest: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            for row in plan.rows:
+                if steps == 2 and row.request_id == BAD:
+                    assert row.state.kept
+                    machine.target.storage.states.calls[1][1][row.state.seat] = float("nan")
+            return carry_out(plan, *rest)
+
+        with instead(machine, "carry_out", poisoned):
+            tokens, errors = run(machine, asked)
+        assert list(errors) == [BAD]
+        assert {name: tokens[name] for name in "023"} == {name: expected[name] for name in "023"}
+        places = list(machine.scheduler.tables.states._place_of.values())
+        assert places
+        return all(bool(torch.isfinite(states[places]).all()) for _, states in machine.target.storage.states.calls)
+
+    assert cached_are_finite()
+    with instead(BlockTables, "forget_states", lambda *_: None):
+        assert not cached_are_finite()

@@ -30,14 +30,16 @@ def recur(inputs, query, scale, has_beta, states, steps, begins, first_states, o
             else:
                 scratch[num_nodes - 1] = 0
             for step in range(begins[number], begins[number + 1]):
-                slot, source, node, row, kept = steps[:, step]
+                token, source, node, row, seat, cached = steps[:, step]
                 state = scratch[node if node >= 0 else num_nodes - 1]
                 before = scratch[source if source >= 0 else num_nodes - 1]
-                _advance(inputs[slot], scale[head], has_beta, head, (num_heads, group_size), before, state, added)
+                _advance(inputs[token], scale[head], has_beta, head, (num_heads, group_size), before, state, added)
                 if row >= 0:
                     _read(query[row, head // group_size], state, output[row, head])
-                if kept >= 0:
-                    states[kept, head] = state
+                if seat >= 0:
+                    states[seat, head] = state
+                if cached >= 0:
+                    states[cached, head] = state
 
 
 @compiled_for_cpu(**EXACT)

@@ -160,6 +160,26 @@ def _experts(file: GgufFile, keys: Keys) -> dict[str, Any]:
     }
 
 
+def _lfm2(file: GgufFile, keys: Keys) -> dict[str, Any]:
+    """Return the configuration of an LFM2, whose convolutions have no heads of K and V."""
+    num_layers = keys.count("block_count")
+    num_kv_heads = keys.counts("attention.head_count_kv", num_layers)
+    if len(set(num_kv_heads) - {0}) != 1:
+        raise keys.fault("attention.head_count_kv", f"is {num_kv_heads}, which no decoder has; {OTHER_FORMAT}")
+    config = _decoder(keys, num_layers)
+    return {
+        **_named("lfm2", "Lfm2ForCausalLM"),
+        **config,
+        "num_key_value_heads": max(num_kv_heads),
+        "norm_eps": config["rms_norm_eps"],
+        "layer_types": [_FULL if heads else "conv" for heads in num_kv_heads],
+        "conv_L_cache": keys.count("shortconv.l_cache"),
+        "conv_bias": any(".shortconv." in name and name.endswith(".bias") for name in file.tensors),
+        "block_auto_adjust_ff_dim": False,
+        "rope_parameters": rope_of(file, keys, config["head_dim"], config["max_position_embeddings"]),
+    }
+
+
 def _gpt2(file: GgufFile, keys: Keys) -> dict[str, Any]:
     del file
     heads = keys.count("attention.head_count")
@@ -184,6 +204,7 @@ _TABLES: dict[str, Callable[[GgufFile, Keys], dict[str, Any]]] = {
     "phi3": _phi3,
     "qwen2moe": _qwen2moe,
     "qwen3moe": _qwen3moe,
+    "lfm2": _lfm2,
     "gpt2": _gpt2,
 }
 """Tables by llama.cpp's names of architectures."""
@@ -193,13 +214,16 @@ def _named(model_type: str, model_class: str) -> dict[str, Any]:
     return {"architectures": [model_class], "model_type": model_type}
 
 
-def _decoder(keys: Keys) -> dict[str, Any]:
-    """Return the fields that all decoders have but GPT-2."""
+def _decoder(keys: Keys, num_layers: int = 0) -> dict[str, Any]:
+    """Return the fields that all decoders have but GPT-2.
+
+    num_layers: if it has been read.
+    """
     hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     head_dim = keys.count("attention.key_length", hidden // heads)
     keys.expect("attention.value_length", (head_dim,), "values must be as wide as keys")
     return {
-        "num_hidden_layers": keys.count("block_count"),
+        "num_hidden_layers": num_layers or keys.count("block_count"),
         "hidden_size": hidden,
         "intermediate_size": keys.count("feed_forward_length"),
         "num_attention_heads": heads,

@@ -39,6 +39,17 @@ class Keys:
             raise self.fault(key, f"is {value!r}, not a number from {least}; {CONVERT_AGAIN}")
         return value
 
+    def counts(self, key: str, num_layers: int) -> list[int]:
+        """Return a number of things for each layer; it may be 0."""
+        values = self._left.pop(key, None)
+        if isinstance(values, np.ndarray):
+            values = values.tolist()
+        if not isinstance(values, list) or len(values) != num_layers:
+            raise self.fault(key, f"has no number for each of {num_layers} layers; {CONVERT_AGAIN}")
+        if not all(isinstance(value, int) and 0 <= value < 2**31 for value in values):
+            raise self.fault(key, f"is {values!r}, not numbers from 0; {CONVERT_AGAIN}")
+        return values
+
     def number(self, key: str, default: float | None = None, zero: float | None = None) -> float:
         """Return a finite number above 0; zero: the meaning of 0, if it has one."""
         value = self._scalar(key, default)

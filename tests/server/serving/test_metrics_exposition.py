@@ -18,7 +18,7 @@ from tests.server.daemon_process import MODEL
 from tests.server.scraped_metrics import samples_of
 from tests.server.step_results import counted_pass, facts, outcome, stats
 
-FACTS = facts(vocab_size=10, num_blocks=8, block_size=4, eos_token_ids=[2], drafter="model", rules={})
+FACTS = facts(vocab_size=10, num_blocks=8, block_size=4, num_states=6, eos_token_ids=[2], drafter="model", rules={})
 VLLM_NAMES = {"polydraft_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc"}
 LABELS = {"model_name", "engine"}
 PROCESS = re.compile(r"(polydraft_engine_)?process_[a-z_]+")
@@ -118,6 +118,10 @@ def test_the_counts_are_those_of_the_steps(filled: list[Sample]) -> None:
         "polydraft_generation_tokens_total": 4,
         "polydraft_num_requests_running": 1,
         "polydraft_kv_cache_usage_ratio": 1 / 8,
+        "polydraft_states_used": 3,
+        "polydraft_states_max": 6,
+        "polydraft_state_cache_hits_total": 2,
+        "polydraft_state_cache_evictions_total": 1,
         "polydraft_request_spec_speedup_ratio_sum": 1.4,
         "polydraft_request_spec_plain_seconds_total": 0.014,
         "polydraft_request_spec_seconds_total": 0.01,
