@@ -26,7 +26,7 @@ from server.settings.settings import Serve, read_config_file
 from tests.server.daemon_process import ROOT, Daemon, Daemons, wait_until
 from tests.server.tiny_models import VOCAB_SIZE, TinyModels, llama_config, llama_weights, write_folder
 
-MAMBA = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "vocab_size": VOCAB_SIZE, "hidden_size": 64}
+RWKV = {"architectures": ["RwkvForCausalLM"], "model_type": "rwkv", "vocab_size": VOCAB_SIZE, "hidden_size": 64}
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -169,12 +169,12 @@ def test_a_bad_certificate_exits_2(capsys: pytest.CaptureFixture[str], models: T
 def failing(daemons: Daemons, models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Daemon]:
     """Daemons whose engine cannot load, started together because each takes a while to find out."""
     folder = tmp_path_factory.mktemp("broken")
-    write_folder(folder / "mamba", MAMBA)
+    write_folder(folder / "rwkv", RWKV)
     write_folder(folder / "incomplete", llama_config(2), llama_weights(1))
     target = str(models.target)
     return {
         "max-model-len": daemons.start(target, "--max-model-len", "9999"),
-        "mamba": daemons.start(str(folder / "mamba")),
+        "rwkv": daemons.start(str(folder / "rwkv")),
         "incomplete": daemons.start(str(folder / "incomplete")),
     }
 
@@ -217,7 +217,7 @@ def test_an_adapter_names_its_base(
     ("name", "code", "words"),
     [
         ("max-model-len", 2, "reaches 2048 positions; lower it to 2048"),
-        ("mamba", 2, "architecture 'mamba'"),
+        ("rwkv", 2, "architecture 'rwkv'"),
         ("incomplete", 1, "the checkpoint lacks"),
     ],
 )
