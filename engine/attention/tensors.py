@@ -74,6 +74,12 @@ class KVShape:
     state_bytes: int = 0
     """Bytes of a text's state in all recurrent layers."""
 
+    @property
+    def attends_to_latents(self) -> bool:
+        """Return whether every layer that attends stores latents."""
+        attended = [layer for number, layer in self.layers.items() if number >= 0]
+        return bool(attended) and all(layer.is_latent for layer in attended)
+
     @classmethod
     def equal(cls, num_layers: int, num_kv_heads: int, key_dim: int, value_dim: int) -> KVShape:
         """Return the shape of a model whose layers are alike."""

@@ -25,9 +25,12 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.attention.groups import ScoreOptions
+from engine.attention.latent import absorbed as absorbed
+from engine.attention.latent import expanded as expanded
 from engine.attention.paged import Paged
 from engine.attention.tensors import KVTensors
 
+weight_bytes = 0
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _LEAST_ROWS, _MOST_ROWS = 16, 64
 _WIDE = 256
