@@ -29,7 +29,6 @@ from engine.attention.paged import Paged
 from engine.attention.paths import Paths
 from engine.attention.recurrent import PathCalls, computing
 from engine.attention.tensors import KVTensors
-from engine.errors import LoadError
 
 HOOK = "polydraft_tree"
 
@@ -169,8 +168,6 @@ def _attended(
     operands = (metadata.storage, layer, query, scaling, options, window)
     if metadata.paged is not None:
         assert metadata.kernel is not None
-        if options.chunk is not None:
-            raise LoadError("the attention kernel has no masks of chunks")
         return metadata.kernel.attend_paged(metadata.paged, *operands)
     parts = [attend_group(group, *operands) for group in metadata.groups]
     if len(parts) == 1 and isinstance(metadata.groups[0].rows, slice):
