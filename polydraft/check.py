@@ -1,4 +1,4 @@
-"""`polydraft check MODEL`: whether and how a model is served, from its configuration alone."""
+"""`polydraft check MODEL`: whether and how a model is served, without reading its weights."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of `polydraft check`."""
     result = argparse.ArgumentParser(
         prog="polydraft check",
-        description="Tell from a model's configuration whether it is served, by which decoder, and what fits.",
+        description="Tell from a model's configuration or a GGUF file's header whether it is served, by which decoder, "
+        "and what fits.",
     )
-    result.add_argument("model", metavar="MODEL", help="a folder with config.json, or a name on the hub")
+    result.add_argument("model", metavar="MODEL", help="a folder with config.json, a GGUF file, or a name on the hub")
     result.add_argument("--revision", help="branch, tag or commit on the hub")
     result.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to serve on")
     return result

@@ -28,7 +28,7 @@ usage: polydraft COMMAND [ARGUMENTS]
 
 commands:
   serve [MODEL]   serve a model over HTTP (without MODEL: the embedded demonstration pair)
-  check MODEL     tell from a model's config.json whether and how it is served, without its weights
+  check MODEL     tell from config.json or a GGUF file's header whether and how a model is served
   run-batch FILE  answer the lines of a batch without a daemon
   chat            chat with a running daemon in the terminal
   analyze         measure a target and a draft model: exactness, speedup, flags to serve them with (in a clone only)

@@ -20,7 +20,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.cuda.attention_kernel import _attend, _divide, _merge, tile_keys_of, tile_queries_of
+from engine.cuda.attention_kernel import (
+    _attend,
+    _divide,
+    _merge,
+    heads_of_program,
+    tile_keys_of,
+    tile_queries_of,
+)
 from engine.cuda.block_kernels import _decide, _race, _walk
 from engine.cuda.layer_kernels import (
     _ROUNDED_TILE,
@@ -40,6 +47,7 @@ _ATTENTION = {
     "page_size": 16,
     "has_softcap": False,
     "has_window": False,
+    "in_chunks": False,
 }
 _SHARED_BYTES = 227 << 10
 """Memory that a program may share on an H100 or H200."""
@@ -107,9 +115,11 @@ def compile_attention(
     num_queries: of each sequence, which choose a tile; groups: query heads of each K/V head.
     """
     served = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[dtype]
+    slices = groups // heads_of_program(groups, served, head_dim)
+    groups //= slices
     tile_queries = tile_queries_of(num_queries, groups, served, head_dim)
     tile = tile_keys_of(served, head_dim, tile_queries, more.get("has_window", False), interpreted=False)
-    constants = _ATTENTION | {"groups": groups, "tile_keys": tile[0]}
+    constants = _ATTENTION | {"groups": groups, "slices": slices, "tile_keys": tile[0]}
     constants |= {"rows": max(16, triton.next_power_of_2(groups * tile_queries))}
     constants |= {"upcast": dtype == "*fp32", "key_dim": head_dim, "value_dim": head_dim}
     constants |= {"value_stride": head_dim}
@@ -168,12 +178,16 @@ def model_kernels() -> Iterator[Callable[[], object]]:
     text_arrays = dict.fromkeys(("shares", "starts", "counts", "first_keys", "ends", "num_keys", "limits"), "*i32")
     for tile_queries in (4, 16):
         for has_window in (False, True):
-            constants = {"tile_queries": tile_queries, "tile_keys": 64, "has_window": has_window}
+            constants = {"tile_queries": tile_queries, "tile_keys": 64, "has_window": has_window, "in_chunks": False}
             yield partial(compiled, _divide, text_arrays | {"positions": "*i32"}, constants, num_warps=1)
     # Wide heads of Gemma 4, and latents with the 20 query heads of GLM-4.7-Flash.
     for num_queries in (1, 200):
         yield partial(compile_attention, own, "*bf16", num_queries, 8, 512)
         yield partial(compile_attention, own, "*bf16", num_queries, 20, 576, value_dim=512, value_block=512)
+    # Latents with the 128 query heads of DeepSeek-V3, which several programs share, and the chunks
+    # of Llama 4.
+    yield partial(compile_attention, own, "*bf16", 1, 128, 576, value_dim=512, value_block=512)
+    yield partial(compile_attention, own, "*bf16", 6, 5, has_window=True, in_chunks=True)
     # Prompts in one part, and trees in parts, of models with other numbers of query heads for each
     # K/V head.
     for groups in (1, 2, 5, 7, 8):

@@ -21,21 +21,24 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from engine.attention import latent
 from engine.attention.groups import Group, ScoreOptions, attend_group
 from engine.attention.inputs import StepLayout
-from engine.attention.latent import absorbed, expanded, has_latents
 from engine.attention.masks import mask_of
 from engine.attention.paged import Paged
 from engine.attention.paths import Paths
 from engine.attention.recurrent import PathCalls, computing
 from engine.attention.tensors import KVTensors
-from engine.errors import LoadError
 
 HOOK = "polydraft_tree"
 
 
 class PagedKernel(Protocol):
     """A kernel that attends for all sequences of a pass in one call."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the memory of weights that the kernel has laid out for itself."""
 
     def attend_paged(
         self,
@@ -51,6 +54,12 @@ class PagedKernel(Protocol):
 
         query (1, H, T, D) -> (1, T, H, D_v).
         """
+
+    def absorbed(self, module: Any, query: Tensor) -> Tensor:
+        """Return `latent.absorbed`."""
+
+    def expanded(self, module: Any, output: Tensor) -> Tensor:
+        """Return `latent.expanded`."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +149,11 @@ def attend(
     layer = module.layer_idx
     metadata.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
     options = ScoreOptions(softcap, s_aux, mask.chunk)
-    if not has_latents(module):
+    if not latent.has_latents(module):
         return _attended(metadata, layer, query, scaling, options, mask.window), None
-    output = _attended(metadata, layer, absorbed(module, query), scaling, options, mask.window)
-    return expanded(module, output), None
+    products = metadata.kernel or latent
+    output = _attended(metadata, layer, products.absorbed(module, query), scaling, options, mask.window)
+    return products.expanded(module, output), None
 
 
 def _attended(
@@ -158,8 +168,6 @@ def _attended(
     operands = (metadata.storage, layer, query, scaling, options, window)
     if metadata.paged is not None:
         assert metadata.kernel is not None
-        if options.chunk is not None:
-            raise LoadError("the attention kernel has no masks of chunks")
         return metadata.kernel.attend_paged(metadata.paged, *operands)
     parts = [attend_group(group, *operands) for group in metadata.groups]
     if len(parts) == 1 and isinstance(metadata.groups[0].rows, slice):

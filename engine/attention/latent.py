@@ -40,18 +40,19 @@ def has_latents(module: Any) -> bool:
 def absorbed(module: Any, query: Tensor) -> Tensor:
     """Return queries [1, H, T, row] that are compared with stored rows."""
     num_plain = module.qk_nope_head_dim
-    key_HDL = _weights(module)[:, :num_plain]
+    key_HDL, _ = head_weights(module)
     return torch.cat((query[..., :num_plain] @ key_HDL, query[..., num_plain:]), dim=-1)
 
 
 def expanded(module: Any, output: Tensor) -> Tensor:
     """Return the heads' results [1, T, H, D_v] from sums of weighted latents [1, T, H, L]."""
-    value_HDL = _weights(module)[:, module.qk_nope_head_dim :]
+    _, value_HDL = head_weights(module)
     result_HTD = output[0].transpose(0, 1) @ value_HDL.transpose(1, 2)
     return result_HTD.transpose(0, 1).unsqueeze(0)
 
 
-def _weights(module: Any) -> Tensor:
-    """Return the weights [H, D_k + D_v, L] of keys without rotation, and of values."""
+def head_weights(module: Any) -> tuple[Tensor, Tensor]:
+    """Return the weights of keys without rotation [H, D_k, L], and of values [H, D_v, L]."""
     weight: Tensor = module.kv_b_proj.weight
-    return weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[-1])
+    weight_HDL = weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[-1])
+    return weight_HDL[:, : module.qk_nope_head_dim], weight_HDL[:, module.qk_nope_head_dim :]

@@ -1,4 +1,4 @@
-"""Layouts of passes on a device, where one kernel reads every sequence's keys in their pages.
+"""Layouts of passes in which one kernel reads every sequence's keys in their pages.
 
 A query sees all keys of the text below its limit, and the nodes whose bit is set
 in its words (`inputs.StepLayout`).

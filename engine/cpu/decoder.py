@@ -93,7 +93,7 @@ class CpuDecoder(Backend):
         self._function = model_pass.work().address
         self._capacity = 0
         self._storage: KVTensors | None = None
-        self._sizes = 0, 0
+        self._sizes = 0, 0, 0, 0
         self.cores = 1, 1
         """Cores for passes of little and of much work (`_cores_for`)."""
 
@@ -320,12 +320,13 @@ class CpuDecoder(Backend):
         if self._storage is not storage:
             assert storage.keys.dtype == self.kv_dtype, "K/V of the type that the function was compiled for"
             self._storage = storage
-            self._put(pass_table.KEYS, _array_of(storage.keys))
-            self._put(pass_table.VALUES, _array_of(storage.values))
+            self._put(pass_table.KEYS, array_of(storage.keys))
+            self._put(pass_table.VALUES, array_of(storage.values))
             self._put(pass_table.TAPS, np.array([self._place_of(tap) for tap in range(self._num_layers + 2)]))
             nothing = np.zeros((0, 0), dtype=self._arrays[pass_table.KEYS].dtype)
-            self._put(pass_table.TAPPED, nothing if storage.hidden is None else _array_of(storage.hidden))
-        sizes = page_size, self._cores_for(num_rows, num_keys)
+            self._put(pass_table.TAPPED, nothing if storage.hidden is None else array_of(storage.hidden))
+        num_heads = self._query_dim // self._head_dim
+        sizes = page_size, self._cores_for(num_rows, num_keys), num_heads, num_heads // self._num_kv_heads
         if self._sizes != sizes:
             self._sizes = sizes
             self._put(pass_table.SIZES, np.array(sizes, dtype=np.int64))
@@ -375,7 +376,8 @@ def _whole_blocks(num_columns: int) -> int:
     return -(-num_columns // BLOCK) * BLOCK
 
 
-def _array_of(numbers: Tensor) -> Array:
+def array_of(numbers: Tensor) -> Array:
+    """Return a tensor as an array; bfloat16 as its 16 bits."""
     if numbers.dtype == torch.bfloat16:
         numbers = numbers.view(torch.uint16)
     array: Array = numbers.numpy()

@@ -3,8 +3,8 @@
 Queries of one sequence (tokens of its text, and nodes of its tree) that share a key head are the
 rows of a tile: a tree reads the text once. Long texts are read in several parts at once, merged by
 their log-sum-exps. What each program reads is the same in all layers, so a pass computes it once
-(`_divide`). Score softcapping, sliding windows, attention sinks and grouped heads are done here.
-The model rotates queries and keys, and passes the factor of the scores.
+(`_divide`). Score softcapping, sliding windows, chunks, attention sinks and grouped heads are done
+here. The model rotates queries and keys, and passes the factor of the scores.
 
 Runs compiled on CUDA, and on a CPU in Triton's interpreter (tests). The plain path
 (`attention.py`) is its oracle.
@@ -25,9 +25,12 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.attention.groups import ScoreOptions
+from engine.attention.latent import absorbed as absorbed
+from engine.attention.latent import expanded as expanded
 from engine.attention.paged import Paged
 from engine.attention.tensors import KVTensors
 
+weight_bytes = 0
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _LEAST_ROWS, _MOST_ROWS = 16, 64
 _WIDE = 256
@@ -56,9 +59,17 @@ def product(left, right, upcast: tl.constexpr):
 
 
 @triton.jit
+def _nearest(position, window, in_chunks: tl.constexpr):
+    """Return the lowest position that a query at a position sees; window: length of chunks, too."""
+    if in_chunks:
+        return position // window * window
+    return position - window + 1
+
+
+@triton.jit
 def _seen(
     index, is_key, token, is_query, position, limit, end, words, num_words, node_positions, window,
-    has_window: tl.constexpr,
+    has_window: tl.constexpr, in_chunks: tl.constexpr,
 ):  # fmt: skip
     """[queries, keys] Keys of a tile that each query sees; the rules are in `inputs.py`."""
     node = tl.maximum(index - end, 0)
@@ -73,14 +84,14 @@ def _seen(
     if has_window:
         at_node = tl.load(node_positions + node, mask=is_node, other=0)
         key_position = tl.where(is_node, at_node, index)
-        seen = seen & (position[:, None] - key_position[None, :] < window)
+        seen = seen & (key_position[None, :] >= _nearest(position, window, in_chunks)[:, None])
     return seen
 
 
 @triton.jit
 def _extent(
     sequence, part, first_keys, ends, num_keys, limit, position, is_query, window, num_parts, part_keys,
-    tile_keys: tl.constexpr, has_window: tl.constexpr,
+    tile_keys: tl.constexpr, has_window: tl.constexpr, in_chunks: tl.constexpr,
 ):  # fmt: skip
     """Return (first key, end of tiles that all queries see, end of the keys, first node).
 
@@ -92,7 +103,7 @@ def _extent(
     stop = tl.where(furthest < end, tl.maximum(furthest, first), stop)
     if has_window:
         # No query of the tile sees keys before this one.
-        nearest = tl.min(tl.where(is_query, position, 2147483647), axis=0) - window + 1
+        nearest = _nearest(tl.min(tl.where(is_query, position, 2147483647), axis=0), window, in_chunks)
         first = tl.maximum(first, tl.minimum(nearest, end))
     part_keys = tl.maximum(part_keys, tl.cdiv(tl.cdiv(stop - first, tile_keys), num_parts) * tile_keys)
     part_first = first + part * part_keys
@@ -159,7 +170,7 @@ _SHARE = tl.constexpr(16)
 def _divide(
     shares, starts, counts, first_keys, ends, num_keys, limits, positions, window,
     num_sequences, padded_queries, most_parts, most_added, least_keys,
-    tile_queries: tl.constexpr, tile_keys: tl.constexpr, has_window: tl.constexpr,
+    tile_queries: tl.constexpr, tile_keys: tl.constexpr, has_window: tl.constexpr, in_chunks: tl.constexpr,
 ):  # fmt: skip
     """Write a program's share in the order in which `_attend` reads it; no rows without work."""
     share = shares + tl.program_id(0) * _SHARE
@@ -178,7 +189,7 @@ def _divide(
     position = tl.load(positions + token + query, mask=is_query, other=0)
     part_first, whole_stop, part_stop, end = _extent(
         sequence, part, first_keys, ends, num_keys, limit, position, is_query, window, num_parts, part_keys,
-        tile_keys, has_window,
+        tile_keys, has_window, in_chunks,
     )  # fmt: skip
     # Padding rows see nothing; their result is 0, not the content of the memory.
     tl.store(share, tl.minimum(tl.maximum(count, padded_queries) - first, tile_queries))
@@ -200,15 +211,16 @@ def _attend(
     scale, softcap, window,
     num_tokens, num_heads, num_pages, num_nodes, num_words, most_parts,
     query_head_stride, query_token_stride,
-    page_size: tl.constexpr, groups: tl.constexpr, rows: tl.constexpr,
+    page_size: tl.constexpr, groups: tl.constexpr, slices: tl.constexpr, rows: tl.constexpr,
     tile_keys: tl.constexpr, key_dim: tl.constexpr, value_dim: tl.constexpr, value_stride: tl.constexpr,
     key_block: tl.constexpr, value_block: tl.constexpr,
-    has_softcap: tl.constexpr, has_window: tl.constexpr, upcast: tl.constexpr,
+    has_softcap: tl.constexpr, has_window: tl.constexpr, in_chunks: tl.constexpr, upcast: tl.constexpr,
 ):  # fmt: skip
-    """Attend for a tile of queries and one K/V head over a part of the keys.
+    """Attend for a tile of queries over a part of the keys.
 
     Writes the result and its log-sum-exp. The first loop reads tiles of keys that all queries see,
-    without a mask; the second reads the other keys.
+    without a mask; the second reads the other keys. groups, slices: query heads of a program, and
+    programs of a K/V head.
     """
     share = shares + tl.program_id(0) * _SHARE
     num_rows, num_queries, first_token = tl.load(share), tl.load(share + 1), tl.load(share + 2)
@@ -217,10 +229,10 @@ def _attend(
     part_stop, end = tl.load(share + 8), tl.load(share + 9)
     if num_rows <= 0:
         return
-    kv_head, row = tl.program_id(1), tl.arange(0, rows)
+    kv_head, row = tl.program_id(1) // slices, tl.arange(0, rows)
     number = row // groups
     is_row, is_query = number < num_rows, number < num_queries
-    token, head = first_token + number, kv_head * groups + row % groups
+    token, head = first_token + number, tl.program_id(1) * groups + row % groups
     limit = tl.load(limits + token, mask=is_query, other=0)
     position = tl.load(positions + token, mask=is_query, other=0)
     if part == num_parts - 1:
@@ -235,7 +247,7 @@ def _attend(
     query_tile = _load(query + head[:, None] * query_head_stride, token, dim, query_token_stride, is_query, key_dim)
     largest, total = tl.full([rows], -1e30, tl.float32), tl.zeros([rows], tl.float32)
     sums = tl.zeros([rows, value_block], tl.float32)
-    num_kv_heads = num_heads // groups
+    num_kv_heads = num_heads // (groups * slices)
     for masked in tl.static_range(2):
         for begin in range(whole_stop if masked else part_first, part_stop if masked else whole_stop, tile_keys):
             index = begin + tl.arange(0, tile_keys)
@@ -250,7 +262,7 @@ def _attend(
             if masked:
                 seen = _seen(
                     index, is_key, token, is_query, position, limit, end, words, num_words,
-                    node_positions + sequence * num_nodes, window, has_window,
+                    node_positions + sequence * num_nodes, window, has_window, in_chunks,
                 )  # fmt: skip
                 scores = tl.where(seen, scores, -1e30)
             new_largest = tl.maximum(largest, tl.max(scores, axis=1))
@@ -286,13 +298,16 @@ def attend_paged(
     _, num_heads, num_tokens, key_dim = query.shape
     keys, values = storage.layers[layer]
     num_kv_heads, value_dim = keys.shape[1], values.shape[2]
-    groups = num_heads // num_kv_heads
+    in_chunks = kind.chunk is not None
+    window = kind.chunk if in_chunks else window
+    groups = heads_of_program(num_heads // num_kv_heads, query.dtype, key_dim)
+    num_groups = num_heads // groups
     tile_queries = tile_queries_of(paged.most_queries, groups, query.dtype, key_dim)
     tile_keys, num_warps = tile_keys_of(query.dtype, max(key_dim, value_dim), tile_queries, window is not None)
     padded_queries = paged.most_queries if paged.is_padded else 0
     num_tiles = tiles_of(len(paged.starts), num_tokens, padded_queries, tile_queries)
     part_bytes = num_tokens * num_heads * value_dim * torch.float32.itemsize
-    most_added = -(-_PROGRAMS * processors_of(query.device) // num_kv_heads)
+    most_added = -(-_PROGRAMS * processors_of(query.device) // num_groups)
     work = max(paged.total_keys, paged.num_scores // tile_queries)
     num_parts = parts_of(paged.most_keys, work, part_bytes, most_added)
     is_whole = num_parts == 1 and kind.sinks is None
@@ -301,20 +316,20 @@ def attend_paged(
     lse = torch.empty((num_parts, num_tokens, num_heads), dtype=torch.float32, device=query.device)
     query = query if query.stride(-1) == 1 else query.contiguous()
     num_programs = num_tiles + min(most_added, num_tiles * (num_parts - 1))
-    parts = Parts(num_programs, tile_queries, tile_keys, window, num_parts, most_added)
-    _attend[(num_programs, num_kv_heads)](
+    parts = Parts(num_programs, tile_queries, tile_keys, window, in_chunks, num_parts, most_added)
+    _attend[(num_programs, num_groups)](
         query, keys, values, output, lse,
         shares_of(paged, parts), paged.pages, paged.node_positions, paged.limits, paged.words, paged.positions,
         key_dim**-0.5 if scaling is None else scaling, kind.softcap or 0.0, window or 0,
         num_tokens, num_heads, paged.pages.shape[1], paged.node_positions.shape[1], paged.words.shape[1], num_parts,
         query.stride(1), query.stride(2),
-        page_size=paged.page_size, groups=groups,
+        page_size=paged.page_size, groups=groups, slices=num_groups // num_kv_heads,
         rows=max(16, triton.next_power_of_2(tile_queries * groups)),
         tile_keys=tile_keys, key_dim=key_dim, value_dim=value_dim,
         # The values of latents are the beginnings of their keys.
         value_stride=values.stride(1),
         key_block=max(16, triton.next_power_of_2(key_dim)), value_block=max(16, triton.next_power_of_2(value_dim)),
-        has_softcap=kind.softcap is not None, has_window=window is not None,
+        has_softcap=kind.softcap is not None, has_window=window is not None, in_chunks=in_chunks,
         # The interpreter has no bfloat16 products.
         upcast=query.dtype == torch.float32 or _INTERPRETED,
         num_warps=num_warps,
@@ -326,10 +341,11 @@ class Parts(NamedTuple):
     """The division of a pass into programs."""
 
     num_programs: int
-    """For each key head."""
+    """For each group of query heads."""
     tile_queries: int
     tile_keys: int
     window: int | None
+    in_chunks: bool
     most_parts: int
     most_added: int
 
@@ -344,17 +360,31 @@ def shares_of(paged: Paged, parts: Parts) -> Tensor:
         shares, paged.starts, paged.counts, paged.first_keys, paged.ends, paged.num_keys, paged.limits,
         paged.positions, parts.window or 0, len(paged.starts), paged.most_queries if paged.is_padded else 0,
         parts.most_parts, parts.most_added, _PART_KEYS,
-        tile_queries=parts.tile_queries, tile_keys=parts.tile_keys, has_window=parts.window is not None, num_warps=1,
+        tile_queries=parts.tile_queries, tile_keys=parts.tile_keys, has_window=parts.window is not None,
+        in_chunks=parts.in_chunks, num_warps=1,
     )  # fmt: skip
     if paged.shares is not None:
         paged.shares[parts] = shares
     return shares
 
 
+def most_rows_of(dtype: torch.dtype, head_dim: int) -> int:
+    """Return the most rows of a tile, which are queries by heads."""
+    # Tiles of 64 rows in float32 need too many registers, and 38 s to compile; so do wide heads.
+    return _MOST_ROWS if dtype.itemsize < 4 and head_dim <= _WIDE else _MOST_ROWS // 2
+
+
+def heads_of_program(groups: int, dtype: torch.dtype, head_dim: int) -> int:
+    """Return the query heads of a program, among all that share a K/V head."""
+    most_rows = most_rows_of(dtype, head_dim)
+    if groups <= most_rows:
+        return groups
+    return next((count for count in range(most_rows, _LEAST_ROWS - 1, -1) if groups % count == 0), groups)
+
+
 def tile_queries_of(most_queries: int, groups: int, dtype: torch.dtype, head_dim: int = 0) -> int:
     """Return a tile's queries: a power of two (each is compiled), and enough for a product."""
-    # Tiles of 64 rows in float32 need too many registers, and 38 s to compile; so do wide heads.
-    most_rows = _MOST_ROWS if dtype.itemsize < 4 and head_dim <= _WIDE else _MOST_ROWS // 2
+    most_rows = most_rows_of(dtype, head_dim)
     fewest, most = max(1, _LEAST_ROWS // groups), 1 << (max(1, most_rows // groups).bit_length() - 1)
     return min(most, 1 << (max(most_queries, fewest) - 1).bit_length())
 
@@ -423,7 +453,7 @@ def parts_of(most_keys: int, work: int, part_bytes: int, most_added: int) -> int
     """Return the most parts of a text.
 
     work: keys that all tiles of queries read, or fewer; part_bytes: of the results of a part;
-    most_added: most programs for each key head that parts may add.
+    most_added: most programs for each group of query heads that parts may add.
     """
     if most_keys * most_added < 2 * work:  # every text is too short a share of the work
         return 1

@@ -6,6 +6,7 @@ The runner owns the model's K/V tensors; which slots hold what is the scheduler'
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -88,6 +89,7 @@ class ModelRunner:
         """Number of tokens that the model can read."""
         self._never_written = torch.tensor(never_written, device=self.device) if never_written else None
         kv_dtype = self.backend.kv_dtype
+        self.token_bytes = shape.token_bytes(kv_dtype)
         self._layer_bytes = shape.layer_bytes(kv_dtype)
         self._is_recurrent = bool(shape.calls)
         num_slots = (num_blocks + has_spare_block) * block_size
@@ -212,11 +214,11 @@ class ModelRunner:
     def _metadata(self, layout: StepLayout, tensors: DevicePass) -> AttentionMetadata:
         if self.backend.reads_pages:
             return AttentionMetadata(self.storage, tensors.slots_T, layout=layout, page_size=self.block_size)
+        paths = Paths(layout, self.storage.states.sizes) if self._is_recurrent else None
         if self.paged_kernel is not None:
-            return self.paged_metadata(tensors.slots_T, tensors.paged)
+            return replace(self.paged_metadata(tensors.slots_T, tensors.paged), paths=paths)
         slots = _as_slice(layout.slots_T)
         groups = groups_of(layout, self.block_size, self._layer_bytes, self.device)
-        paths = Paths(layout, self.storage.states.sizes) if self._is_recurrent else None
         return AttentionMetadata(self.storage, tensors.slots_T if slots is None else slots, groups, paths=paths)
 
 

@@ -265,12 +265,12 @@ def _prepare_model(loaded: LoadedModel, shape: KVShape, wanted: ModelConfig, sta
     if start.is_owner and isinstance(choice.backend, TransformersBackend):
         check_long_texts(loaded, wanted.probe == "warn")
     weight_types = loaded.weight_types
-    laid_out_bytes = 0
+    laid_out_bytes = 0 if choice.paged_kernel is None else choice.paged_kernel.weight_bytes
     # A part of a split model cannot be tried on this rank alone.
     if loaded.ranks is None and start.is_owner:
         remark = choice.backend.remark
         start.progress(f"laying out the weights of {loaded.name}{remark and f' ({remark})'}")
-        laid_out_bytes = choice.backend.prepare(partial(runs, loaded, shape, choice, block_size))
+        laid_out_bytes += choice.backend.prepare(partial(runs, loaded, shape, choice, block_size))
     return _Part(loaded, shape, choice, laid_out_bytes + loaded.weight_bytes, weight_types)
 
 
@@ -286,7 +286,7 @@ def _prepare_head(loaded: LoadedModel, shape: KVShape, target: _Part, start: _St
     block = loaded.model.config.block
     if block is not None:
         num_spare = start.config.scheduler.max_num_seqs * -(-block.size // block_size)
-    choice = BackendChoice(backend, attention_kernel(device))
+    choice = BackendChoice(backend, attention_kernel(device, shape))
     weight_bytes = laid_out_bytes + loaded.weight_bytes
     return _Part(loaded, shape, choice, weight_bytes, loaded.weight_types, num_spare)
 

@@ -1,4 +1,4 @@
-"""Describes from a configuration alone whether and how a model would be served.
+"""Describes from a configuration, or a GGUF file's header, whether and how a model is served.
 
 Not for: faults of weight files, which `polydraft serve` finds before it reads them.
 """
@@ -14,12 +14,16 @@ import torch
 
 from engine.attention.attention import HOOK, register
 from engine.models.checkpoint import context_length
+from engine.models.gguf.file import GgufFile
+from engine.models.gguf.folder import folder_of
+from engine.models.gguf.names import local_file
+from engine.models.gguf.weights import check_types, file_behind, tensors_of
 from engine.models.importing import import_transformers
 from engine.models.kinds import may_decode
 from engine.models.wrappers import wrapper_of
 from engine.start.architectures import check_config, check_machine, read_config
 from engine.start.loading import adopt
-from engine.start.number_formats import arithmetic_dtype, choose_device
+from engine.start.number_formats import arithmetic_dtype, choose_device, file_dtype
 from engine.start.probe import find_kv_shape
 
 _GIB = 1 << 30
@@ -40,7 +44,9 @@ _DRAFTS = {
 
 def describe(name: str, revision: str | None, wanted_device: str) -> Iterator[str]:
     """Yield lines about a model that is served; raise ConfigError for another one."""
-    config = read_config(name, revision)
+    path = local_file(name)
+    folder = name if path is None else str(folder_of(path, "off"))
+    config = read_config(folder, revision)
     check_config(name, config)
     device = choose_device(wanted_device)
     check_machine(name, config, device.type, 1)
@@ -52,7 +58,9 @@ def describe(name: str, revision: str | None, wanted_device: str) -> Iterator[st
     reach = context_length(config)
     yield f"context: {reach:,} tokens"
     model = _without_weights(config)
-    weights = weight_bytes(model, config, device, is_own)
+    file = file_behind(folder)
+    in_blocks = None if file is None else block_bytes(file, model, device)
+    weights = in_blocks or weight_bytes(model, config, device, is_own)
     token, inputs, state = stored_bytes(model, config, device)
     yield f"weights: {weights / _GIB:.1f} GiB, K/V: {token:,} bytes a token"
     if state:
@@ -66,6 +74,17 @@ def describe(name: str, revision: str | None, wanted_device: str) -> Iterator[st
         yield "this machine: the weights do not fit; serve a checkpoint with fewer bits, or a smaller model"
     drafts = _DRAFTS.get(config.model_type, "a smaller model of its family with the same tokens")
     yield f"drafts: {drafts}; or text drafts (--spec-drafters prompt_lookup)"
+
+
+def block_bytes(file: GgufFile, model: Any, device: torch.device) -> int | None:
+    """Return the bytes of a file's weights; None if they would be dequantised.
+
+    Raise LoadError for a file whose tensors are not served.
+    """
+    dtype = file_dtype(file, "auto", device)
+    check_types(file, dtype)
+    tensors_of(file, model)
+    return None if dtype else sum(tensor.data.nbytes for tensor in file.tensors.values())
 
 
 def weight_bytes(model: Any, config: Any, device: torch.device, is_own: bool) -> int:

@@ -23,17 +23,18 @@ import numpy as np
 import torch
 
 from engine.config import ModelConfig
-from engine.cpu.compiled import draw_loop, model_pass
+from engine.cpu.compiled import draw_loop, head_products, model_pass
 from engine.cpu.compiled_files import SUFFIX, damaged_files, load_all
 from engine.cpu.compiler import cache_folder
 from engine.cpu.weights import form_of_type, forms_of, function_of, is_on_tiles, types_of
 from engine.models.gguf.blocks import Form
 from engine.models.gguf.file import GgufFile
 from engine.models.gguf.weights import check_types, file_behind, type_of_embeddings, types_of_matrices
+from engine.start.architectures import read_config
 from engine.start.choosing import choose
 from engine.start.host import usable_cores
 from engine.start.loading import Progress
-from engine.start.number_formats import decoded_dtype, file_dtype
+from engine.start.number_formats import choose_device, decoded_dtype, file_dtype
 
 log = logging.getLogger("polydraft")
 
@@ -48,13 +49,19 @@ Jobs = Mapping[str, Callable[[], object]]
 
 def compile_kernels(config: ModelConfig, progress: Progress) -> None:
     """Compile the target's kernels unless cached; call it before torch has made threads."""
-    used = _forms_used(config)
+    jobs = jobs_of(config)
     folder = cache_folder()
-    if not used.products or folder is None:
-        return
+    if jobs and folder is not None:
+        fill(folder, jobs, progress)
+
+
+def jobs_of(config: ModelConfig) -> Jobs:
+    """Return the compilations for a target, the longest one first."""
+    used = _forms_used(config)
+    if not used.products:
+        return _jobs_of_latents(config)
     kv = "uint16" if config.kv_dtype == "bfloat16" else "float32"
-    # The longest job first.
-    jobs: Jobs = {
+    return {
         f"kv-{kv}": lambda: model_pass.functions_of_kv(getattr(np, kv)),
         "rows": lambda: choose(torch.device("cpu")),
         **{_name_of(form): partial(function_of, form) for form in used.products},
@@ -62,7 +69,15 @@ def compile_kernels(config: ModelConfig, progress: Progress) -> None:
         **{f"embeddings-{form}": partial(model_pass.beginning, *types_of(form)) for form in used.embeddings},
         "levels": draw_loop.draw,
     }
-    fill(folder, jobs, progress)
+
+
+def _jobs_of_latents(config: ModelConfig) -> Jobs:
+    """Return the compilations for a target in transformers' code, whose layers may have latents."""
+    stored = read_config(config.target, config.revision)
+    has_latents = getattr(stored, "kv_lora_rank", None) is not None
+    if not has_latents or choose_device(config.device).type != "cpu":
+        return {}
+    return {"kv-float32": lambda: model_pass.functions_of_kv(np.float32), "heads": head_products.work}
 
 
 def _name_of(form: Form) -> str:

@@ -185,7 +185,8 @@ def choose_backend(
     config = config or ModelConfig(target=loaded.name)
     device = torch.device(loaded.model.device)
     only_warns = config.probe == "warn"
-    attempts = _attempts(loaded.model, device, backends or BACKENDS)
+    kernel = attention_kernel(device, shape)
+    attempts = _attempts(loaded.model, kernel, backends or BACKENDS)
     for option, paged_kernel in attempts:
         try:
             if option.make is not _cpu_decoder:
@@ -210,10 +211,9 @@ def choose_backend(
 
 
 def _attempts(
-    model: Any, device: torch.device, backends: Sequence[BackendOption]
+    model: Any, kernel: PagedKernel | None, backends: Sequence[BackendOption]
 ) -> list[tuple[BackendOption, PagedKernel | None]]:
     """Return the backends that take the model, with the attention kernel first."""
-    kernel = attention_kernel(device)
     kernels = (None,) if kernel is None else (kernel, None)
     options = [option for option in backends if option.takes(model)]
     return [(option, paged_kernel) for paged_kernel in kernels for option in options]
@@ -249,8 +249,12 @@ def runs(loaded: LoadedModel, shape: KVShape, choice: BackendChoice, block_size:
     return True
 
 
-def attention_kernel(device: torch.device) -> PagedKernel | None:
+def attention_kernel(device: torch.device, shape: KVShape) -> PagedKernel | None:
     """Return the kernel that attends over pages on a device; None if there is none."""
+    if device.type == "cpu" and shape.attends_to_latents and find_spec("numba") is not None:
+        from engine.cpu.latents import LatentKernel  # Numba is an optional package
+
+        return LatentKernel()
     if device.type != "cuda" or find_spec("triton") is None:
         return None
     from engine.cuda import attention_kernel  # Triton is an optional package

@@ -168,7 +168,8 @@ def test_scores_of_any_size_are_weighed_exactly(num_keys: int, middle: float) ->
     limits, positions = np.full(num_rows, num_keys, np.int32), np.full(num_rows, num_keys, np.int64)
     pages, words = np.arange(-(-num_keys // PAGE), dtype=np.int32), np.zeros((num_rows, 1), np.int64)
     text, one = (pages, 0, num_keys, num_keys, np.zeros(0, np.int32)), np.float32(1)
-    attend(queries, keys, values, 0, (0, num_rows), one, 0, PAGE, text, limits, positions, words, found)
+    heads_of_part = 0, 0, 2, width
+    attend(queries, keys, values, heads_of_part, (0, num_rows), one, 0, PAGE, text, limits, positions, words, found)
     heads = torch.from_numpy(queries).double().view(num_rows, 2, width)
     weights = (heads @ torch.from_numpy(keys[:, 0]).double().T).softmax(-1)
     expected = (weights @ torch.from_numpy(values[:, 0]).double()).flatten(1)

@@ -40,9 +40,12 @@ def attend(
         node, is_node = (index - end).clamp(min=0), index >= end
         bits = paged.words[rows][:, (node // 64).clamp(max=paged.words.shape[1] - 1)] >> node % 64 & 1
         seen = (index < paged.limits[rows, None]) | (is_node & (bits != 0))
+        depths = paged.node_positions[number, node.clamp(max=paged.node_positions.shape[1] - 1)]
+        position, key_position = paged.positions[rows, None], torch.where(is_node, depths, index)
         if window is not None:
-            depths = paged.node_positions[number, node.clamp(max=paged.node_positions.shape[1] - 1)]
-            seen &= paged.positions[rows, None] - torch.where(is_node, depths, index) < window
+            seen &= position - key_position < window
+        if kind.chunk is not None:
+            seen &= position // kind.chunk == key_position // kind.chunk
         slots = paged.pages[number, index // paged.page_size].long() * paged.page_size + index % paged.page_size
         key, value = (part[slots].repeat_interleave(groups, 1) for part in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", query[0].transpose(0, 1)[rows], key)

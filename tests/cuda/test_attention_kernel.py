@@ -45,6 +45,7 @@ CASES: dict[str, Any] = {
         **{**COMMON, "hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12}
     ),
     "latents": families.config("glm4_moe_lite"),
+    "chunks": families.config("llama4_text"),
     "several shapes": families.config("gemma4_text"),
     "one key head": transformers.LlamaConfig(**{**COMMON, "num_key_value_heads": 1}),
 }
@@ -169,9 +170,11 @@ def reference(
         visible = torch.ones(scores.shape[1:], dtype=torch.bool)
         if group.visible is not None:
             visible = group.visible[0]
+        queries, keys = group.positions()
         if window is not None:
-            queries, keys = group.positions()
             visible = visible & (queries[0, :, None] - keys[0] < window)
+        if kind.chunk is not None:
+            visible = visible & (queries[0, :, None] // kind.chunk == keys[0] // kind.chunk)
         scores = scores.masked_fill(~visible, -torch.inf)
         if kind.sinks is not None:
             column = kind.sinks.cpu().double()[:, None, None].expand(*scores.shape[:2], 1)
@@ -215,6 +218,27 @@ def test_softcaps_windows_and_sinks_equal_torch(kind: str, window: int | None, p
     options = ScoreOptions(3.0 if kind in ("softcap", "both") else None, sinks)
     with in_parts(parts):
         check(operands(torch.float32, 130, window), options, 1e-5)
+
+
+@pytest.mark.parametrize(("chunk", "parts"), grid([(9, 1), (9, 3), (32, 3), (1000, 1)], {(9, 1)}))
+def test_chunks_equal_torch(chunk: int, parts: int) -> None:
+    """The tree begins in a chunk and ends in the next one."""
+    case = operands(torch.float32, 40, nodes=4)
+    with in_parts(parts):
+        check(case, ScoreOptions(chunk=chunk), 1e-5)
+        sequences, storage, query, _ = case
+        wrong = ScoreOptions(chunk=chunk + 1)
+        found = attention_kernel.attend_paged(paged_of(sequences), storage, 0, query, None, wrong, None)[0]
+    expected = reference(sequences, storage, query, None, ScoreOptions(chunk=chunk))
+    assert chunk > 200 or not (found.cpu().double() - expected).abs().max() < 1e-3
+
+
+def test_query_heads_of_a_key_head_are_divided_among_programs() -> None:
+    """As the 128 of DeepSeek-V3, whose queries fill no tile that fits the registers."""
+    assert attention_kernel.heads_of_program(128, torch.bfloat16, 576) == 32
+    assert attention_kernel.heads_of_program(20, torch.bfloat16, 576) == 20
+    with instead(attention_kernel, "heads_of_program", lambda *_: 1):
+        check(operands(torch.float32, 40, nodes=4), ScoreOptions(), 1e-5)
 
 
 @pytest.mark.slow

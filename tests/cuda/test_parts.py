@@ -52,7 +52,7 @@ def shares_of(
     operands = [torch.tensor(array, dtype=torch.int32, device=tiny.DEVICE) for array in arrays]
     sizes = len(counts), padded, most_parts, most_added, attention_kernel._PART_KEYS
     tiles = {"tile_queries": tile_queries, "tile_keys": tile_keys}
-    attention_kernel._divide[(launched,)](table, *operands, 0, *sizes, **tiles, has_window=False)
+    attention_kernel._divide[(launched,)](table, *operands, 0, *sizes, **tiles, has_window=False, in_chunks=False)
     found = [row for row in table.tolist() if row[0]]
     parts = {sequence: num_parts for _, _, _, sequence, _, num_parts, *_ in found}
     expected = [

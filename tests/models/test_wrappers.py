@@ -14,10 +14,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from engine.config import SpeculationConfig
+from engine.config import MTP, CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from engine.cpu.decoder import CpuDecoder
 from engine.errors import ConfigError, LoadError, RequestError
 from engine.models.adapter import merge, read_adapter
+from engine.models.quantising import has_scheme
 from engine.models.wrappers import (
     KEY_MAPPING,
     WRAPPERS,
@@ -30,13 +31,17 @@ from engine.models.wrappers import (
 from engine.request import Speculation
 from engine.scheduling.request_checks import check_requests
 from engine.start.architectures import read_config
+from engine.start.building import build_engine
 from engine.start.loading import LoadedModel, load
 from tests.engine import test_output_distribution as oracle
 from tests.engine import tiny
+from tests.heads import folders
 from tests.models import families
+from tests.models import test_quantised as quantised_models
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CPU = torch.device("cpu")
+VOCABULARY = families.VOCABULARY
 IMAGE = families.PLACEHOLDERS["image"]
 CHAINS = Speculation(rule="bv_race", num_drafts=4, draft_length=3)
 
@@ -171,6 +176,73 @@ def test_adapters_and_modules_of_drafts_are_named_as_in_the_wrapper(folder: Path
     names = wrapped_names("model.layers.46.eh_proj.weight")
     assert len(names) == len(set(names))
     assert {plain_name(name) for name in names} == {"model.layers.46.eh_proj.weight"}
+
+
+def wrapped_copy(plain: Path, wrapper: dict[str, Any], folder: Path, begin: str) -> Path:
+    """Write a plain checkpoint as the text of a wrapper.
+
+    wrapper: its config.json without the text's fields; begin: of the names of text modules.
+    """
+    text = json.loads((plain / "config.json").read_text())
+    quantised = text.pop("quantization_config", None)
+    inner = {**text, "model_type": wrapper.get("text_config", text)["model_type"]}
+    document = {**wrapper, "text_config": inner, "tie_word_embeddings": False}
+    if quantised:
+        ignored = [name.replace("model.", begin, 1) for name in quantised["ignore"]]
+        document["quantization_config"] = {**quantised, "ignore": [*ignored, "model.vision_model", "model.connector"]}
+    tensors = load_file(plain / "model.safetensors")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(document))
+    renamed = {re.sub(r"^model\.", begin, name): tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.slow
+def test_quantised_wrapper_answers_as_its_quantised_text_model(folder: Path, tmp_path: Path) -> None:
+    """A module of the text that is not converted is named with the wrapper's prefix."""
+    unquantised = quantised_models.written(tmp_path / "plain")
+    plain = Path(quantised_models.stored_as_compressed_tensors(tmp_path / "fp8", unquantised))
+    module = "model.layers.0.mlp.down_proj"
+    tensors = load_file(plain / "model.safetensors")
+    tensors[f"{module}.weight"] = load_file(Path(unquantised) / "model.safetensors")[f"{module}.weight"]
+    del tensors[f"{module}.weight_scale"]
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    document = json.loads((plain / "config.json").read_text())
+    document["quantization_config"]["ignore"].append(module)
+    (plain / "config.json").write_text(json.dumps(document))
+    wrapper = json.loads((folder / "config.json").read_text())
+    wrapped = wrapped_copy(plain, wrapper, tmp_path / "wrapped", "model.text_model.")
+    text = tiny.prompts(IMAGE, (12,))[0]
+    request = tiny.request("a", text, CHAINS, temperature=1.0, seed=5, bad_words=((IMAGE,),))
+    runs = []
+    for target in (plain, wrapped):
+        engine = quantised_models.served(str(target), unquantised, "auto")
+        is_quantised = {name for name, one in engine.target.model.named_modules() if has_scheme(one)}
+        assert len(is_quantised) == 13
+        assert module not in is_quantised
+        runs.append(tiny.run(engine, [request]))
+    assert runs[0].tokens == runs[1].tokens
+    assert runs[0].num_accepted == runs[1].num_accepted > 0
+
+
+@pytest.mark.slow
+def test_mtp_module_inside_a_wrapper_drafts_as_that_of_the_plain_model(tmp_path: Path) -> None:
+    """The names of its tensors begin as those of the wrapper's text."""
+    plain = folders.write_mtp(tmp_path / "plain", VOCABULARY).folder
+    encoder = families.wrapper_config("glm4v_moe", families.PLACEHOLDERS, {})
+    wrapper = {**encoder.to_dict(), "architectures": None}
+    wrapped = wrapped_copy(plain, wrapper, tmp_path / "wrapped", "model.language_model.")
+    runs = []
+    for target in (plain, wrapped):
+        model = ModelConfig(target=str(target), draft=MTP, device="cpu")
+        config = EngineConfig(model=model, cache=CacheConfig(num_blocks=60))
+        engine = build_engine(config)
+        placeholders = tuple((token,) for token in families.PLACEHOLDERS.values())
+        request = tiny.request("a", [5, 6, 7], CHAINS, temperature=1.0, seed=5, bad_words=placeholders)
+        runs.append(tiny.run(engine, [request]))
+    assert runs[0].tokens == runs[1].tokens
+    assert runs[0].num_accepted == runs[1].num_accepted > 0
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`polydraft check` describes a model from its configuration alone."""
+"""`polydraft check` describes a model from its configuration or a GGUF file's header alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from polydraft.check import main
-from tests.models import families
+from tests.models import families, gguf_models
 
 
 def text_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -55,3 +55,21 @@ def test_configuration_alone_shows_how_a_model_is_served(tmp_path: Path, capsys:
     assert code == 2
     assert "not served" in text
     assert "recurrent layers" in text
+
+
+def test_a_gguf_file_is_described_by_its_header(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights are counted in their blocks; a file that lacks a weight is refused, as by a start."""
+    path = gguf_models.write_model(tmp_path / "model.gguf", types="Q8_0")
+    code, text = text_of(path, capsys)
+    assert code == 0
+    assert "served: llama" in text
+    assert "decoder: our own (cpu)" in text
+    # 2 layers of 2 heads of 16 numbers, K and V, float32
+    assert f"K/V: {gguf_models.NUM_LAYERS * gguf_models.NUM_KV_HEADS * 16 * 2 * 4:,} bytes a token" in text
+    path = gguf_models.write_model(tmp_path / "cut.gguf", changes={"blk.0.ffn_up.weight": None})
+    code, text = text_of(path, capsys)
+    assert code == 2
+    assert "not served" in text
+    assert "lacks 1 of the model's weights" in text
+    path = gguf_models.write_model(tmp_path / "other.gguf", changes={"general.architecture": "rwkv7"})
+    assert text_of(path, capsys)[0] == 2

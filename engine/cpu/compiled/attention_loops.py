@@ -1,10 +1,11 @@
 """Attention of a few rows over paged keys, in Numba: tiles with a running softmax.
 
 Keys of a sequence are numbered like its tokens (`attention/inputs.py`). The queries of a part
-are its rows by the query heads that share a K/V head. A tile of keys and values is laid out in
+are its rows by query heads that share a K/V head. A tile of keys and values is laid out in
 blocks as a weight is, so that scores and results are products of all queries
-(`block_products.py`). The result of a row does not depend on the other rows. Float32 arithmetic;
-K/V of float32, or the 16 bits of bfloat16.
+(`block_products.py`). The result of a row does not depend on the other rows, and that of a head not
+on the other heads. Float32 arithmetic; K/V of float32, or the 16 bits of bfloat16. Values may be
+narrower than keys: of latents (`attention/latent.py`), the keys' beginning.
 """
 
 # Numba sees a kernel's arguments only when it is run, and an intrinsic's body handles them as a
@@ -60,12 +61,15 @@ def _lay_out_keys(keys, head, slots, offsets, count, blocks):
 
 
 @compiled_for_cpu(**FAST)
-def _lay_out_values(values, head, slots, count, blocks):
-    """Write the values [slots, H_kv, D] in these slots as rows of blocks [D / B, count, B]."""
-    width, size = values.shape[2], values.itemsize
+def _lay_out_values(values, width, head, slots, count, blocks):
+    """Write the beginnings of values in these slots as rows of blocks [width / B, count, B].
+
+    values: [slots, H_kv, at least width].
+    """
+    size = values.itemsize
     whole = width // LANES * LANES
     for key in range(count):
-        source = np.int64(values.ctypes.data) + (slots[key] * values.shape[1] + head) * width * size
+        source = np.int64(values.ctypes.data) + (slots[key] * values.shape[1] + head) * values.shape[2] * size
         target = np.int64(blocks.ctypes.data) + key * BLOCK * 4
         for number in range(0, whole, LANES):
             block, column = number // BLOCK, number % BLOCK
@@ -171,25 +175,25 @@ def _find_slots(pages, page_size, start, count, slots):
 
 
 @compiled_for_cpu(**FAST)
-def _read_queries(joined, head, num_shared, first_row, scale, queries):
-    """Write the scaled queries [Q, D] of the heads that share a K/V head, row by row."""
+def _read_queries(joined, first_head, num_heads, first_row, scale, queries):
+    """Write the scaled queries [Q, D] of query heads, row by row."""
     width = queries.shape[1]
     for query in range(len(queries)):
-        row = first_row + query // num_shared
-        start = (head * num_shared + query % num_shared) * width
+        row = first_row + query // num_heads
+        start = (first_head + query % num_heads) * width
         for column in range(width):
             queries[query, column] = joined[row, start + column] * scale
 
 
 @compiled_for_cpu(**FAST)
-def _write_results(queries, head, num_shared, first_row, attended):
+def _write_results(queries, first_head, num_heads, first_row, attended):
     """Write the queries' results, over their sums of weights, to their heads' columns."""
     width = queries.results.shape[1]
     for query in range(len(queries.results)):
         share = np.float32(1) / queries.states[query, 1]
-        start = (head * num_shared + query % num_shared) * width
+        start = (first_head + query % num_heads) * width
         for column in range(width):
-            attended[first_row + query // num_shared, start + column] = queries.results[query, column] * share
+            attended[first_row + query // num_heads, start + column] = queries.results[query, column] * share
 
 
 @compiled_for_cpu(**FAST)
@@ -238,7 +242,7 @@ class _Queries(NamedTuple):
     numbers: Any  # [Q, D] scaled queries
     bounds: Any  # [Q, 2] limit and near, as in `_mask`
     states: Any  # [Q, 4], see `_soften`
-    results: Any  # [Q, D] sums of weighted values
+    results: Any  # [Q, D_v] sums of weighted values
 
 
 class _Memory(NamedTuple):
@@ -247,16 +251,16 @@ class _Memory(NamedTuple):
     slots: Any
     offsets: Any  # [`TILE`], for `_lay_out_keys`
     key_blocks: Any  # [tiles * `TILE` / B, D, B]
-    value_blocks: Any  # [D / B * tiles * `TILE` * B]
+    value_blocks: Any  # [D_v / B * tiles * `TILE` * B]
     scores: Any  # [Q, tiles * `TILE`]
-    products: Any  # [Q, whole blocks of D]
+    products: Any  # [Q, whole blocks of D_v]
     no_scales: Any
     no_bias: Any
 
 
 @compiled_for_cpu(**FAST)
 def _add_values(weights, blocks, memory, results):
-    """Add to the results [Q, D] the products of weights [Q, N] with N values."""
+    """Add to the results [Q, D_v] the products of weights [Q, N] with N values."""
     products = memory.products
     product(weights, blocks, memory.no_scales, memory.no_bias, products, (0, len(blocks)), (0, 1))
     for query in range(len(results)):
@@ -277,14 +281,14 @@ def _most_seen(rows, limits, visible_bits):
 @compiled_for_cpu(**FAST)
 def _attend_to_whole_tiles(keys, values, head, pages, page_size, first_key, last_key, queries, memory):
     """Add whole tiles of known tokens, from `first_key` to `last_key`, to the queries' results."""
-    num_queries, width = queries.numbers.shape
+    num_queries, width = queries.results.shape
     num_blocks = (width + BLOCK - 1) // BLOCK
     tile_values = memory.value_blocks[: num_blocks * TILE * BLOCK].reshape(num_blocks, TILE, BLOCK)
     tile_scores = memory.scores.reshape(-1)[: num_queries * TILE].reshape(num_queries, TILE)
     for start in range(first_key, last_key, TILE):
         _find_slots(pages, page_size, start, TILE, memory.slots)
         _lay_out_keys(keys, head, memory.slots, memory.offsets, TILE, memory.key_blocks)
-        _lay_out_values(values, head, memory.slots, TILE, tile_values)
+        _lay_out_values(values, width, head, memory.slots, TILE, tile_values)
         blocks = 0, TILE // BLOCK
         product(queries.numbers, memory.key_blocks, memory.no_scales, memory.no_bias, tile_scores, blocks, (0, 1))
         for query in range(num_queries):
@@ -303,8 +307,8 @@ def _attend_to_rest(keys, values, head, rest, visible_bits, node_positions, quer
     the text, number of all its keys, first row, query heads of a row, the largest number of nodes
     that a row sees.
     """
-    start, num_text, num_rest, first_row, num_shared, most_nodes = rest
-    num_queries, width = queries.numbers.shape
+    start, num_text, num_rest, first_row, num_heads, most_nodes = rest
+    num_queries, width = queries.results.shape
     num_blocks = (width + BLOCK - 1) // BLOCK
     rest_values = memory.value_blocks[: num_blocks * num_rest * BLOCK].reshape(num_blocks, num_rest, BLOCK)
     tiles = np.empty((1, TILE), np.float32)
@@ -317,12 +321,12 @@ def _attend_to_rest(keys, values, head, rest, visible_bits, node_positions, quer
         _lay_out_keys(keys, head, memory.slots[first:], memory.offsets, count, blocks)
     blocks_of_rest = 0, (num_rest + BLOCK - 1) // BLOCK
     product(queries.numbers, memory.key_blocks, memory.no_scales, memory.no_bias, memory.scores, blocks_of_rest, (0, 1))
-    _lay_out_values(values, head, memory.slots, num_rest, rest_values)
+    _lay_out_values(values, width, head, memory.slots, num_rest, rest_values)
     for first in range(0, num_text + most_nodes, TILE):
         weights[:] = np.float32(0)
         for query in range(num_queries):
             scores = memory.scores[query, :num_rest]
-            seen = visible_bits[first_row + query // num_shared]
+            seen = visible_bits[first_row + query // num_heads]
             bounds = queries.bounds[query, 0], queries.bounds[query, 1]
             if not _gather(scores, start, num_text, first, bounds, seen, node_positions, tile, places):
                 continue
@@ -335,13 +339,13 @@ def _attend_to_rest(keys, values, head, rest, visible_bits, node_positions, quer
 
 @compiled_for_cpu(**FAST)
 def attend(
-    joined, keys, values, head, rows, scale, window, page_size, text, limits, positions, visible_bits, attended
+    joined, keys, values, heads, rows, scale, window, page_size, text, limits, positions, visible_bits, attended
 ):  # fmt: skip
-    """Write to `attended` [T, H * D] the attention of rows, for one K/V head's query heads.
+    """Write to `attended` [T, H * D_v] the attention of rows, for query heads of one K/V head.
 
-    joined: [T, at least H * D] queries; rows: first row and end; window: 0 is none; text:
-    pages, first key, key from which on keys are nodes, number of keys, and positions of
-    nodes of the sequence.
+    joined: [T, at least H * D] queries; heads: the K/V head, the first query head, number of query
+    heads, D_v; rows: first row and end; window: 0 is none; text: pages, first key, key from which
+    on keys are nodes, number of keys, and positions of nodes of the sequence.
 
     A row sums over tiles of the text that ends with it: the known tokens, then the nodes that
     it sees. So a node's result has the bits that it would have as a token of the text,
@@ -349,8 +353,8 @@ def attend(
     """
     pages, first_key, end, num_keys, node_positions = text
     first_row, last_row = rows
+    head, first_head, num_heads, value_width = heads
     width = keys.shape[2]
-    num_shared = attended.shape[1] // (keys.shape[1] * width)
     last_key, most_nodes = _most_seen(rows, limits, visible_bits)
     # Whole tiles of known tokens are computed one by one, and the other keys of the rows together.
     rest_start = first_key + (end - first_key) // TILE * TILE
@@ -361,14 +365,14 @@ def attend(
     elif last_key > rest_start:
         num_rest = num_text
 
-    num_queries = (last_row - first_row) * num_shared
-    num_blocks = (width + BLOCK - 1) // BLOCK
+    num_queries = (last_row - first_row) * num_heads
+    num_blocks = (value_width + BLOCK - 1) // BLOCK
     most_keys = max(1, (num_rest + TILE - 1) // TILE) * TILE
     queries = _Queries(
         numbers=np.empty((num_queries, width), np.float32),
         bounds=np.empty((num_queries, 2), np.int64),
         states=np.zeros((num_queries, 4), np.float32),
-        results=np.zeros((num_queries, width), np.float32),
+        results=np.zeros((num_queries, value_width), np.float32),
     )
     memory = _Memory(
         slots=np.empty(most_keys, np.int64),
@@ -380,9 +384,9 @@ def attend(
         no_scales=np.empty((1, 0, BLOCK), np.float32),
         no_bias=np.zeros(max(most_keys, num_blocks * BLOCK), np.float32),
     )
-    _read_queries(joined, head, num_shared, first_row, scale, queries.numbers)
+    _read_queries(joined, first_head, num_heads, first_row, scale, queries.numbers)
     for query in range(num_queries):
-        row = first_row + query // num_shared
+        row = first_row + query // num_heads
         queries.states[query, 0] = _HIDDEN
         queries.bounds[query, 0] = limits[row]
         queries.bounds[query, 1] = positions[row] - window + 1 if window > 0 else 0
@@ -391,6 +395,6 @@ def attend(
         _attend_to_whole_tiles(keys, values, head, pages, page_size, first_key, last_whole, queries, memory)
     if num_rest > 0:
         _find_slots(pages, page_size, rest_start, num_rest, memory.slots)
-        rest = rest_start, num_text, num_rest, first_row, num_shared, most_nodes
+        rest = rest_start, num_text, num_rest, first_row, num_heads, most_nodes
         _attend_to_rest(keys, values, head, rest, visible_bits, node_positions, queries, memory)
-    _write_results(queries, head, num_shared, first_row, attended)
+    _write_results(queries, first_head, num_heads, first_row, attended)

@@ -157,7 +157,7 @@ def _rotate(address, phase, layer, kv_type):
 
 @compiled_for_cpu(**FAST)
 def _attend(address, phase, layer, kv_type):
-    """Write the attention of all rows; a part is a sequence's rows and one K/V head."""
+    """Write the attention of all rows; a part is rows of a sequence, and heads of one K/V head."""
     table = table_at(address)
     parts = array2(table, pass_table.PARTS, np.int64)
     keys = array4(table, pass_table.KEYS, kv_type)[layer]
@@ -175,16 +175,21 @@ def _attend(address, phase, layer, kv_type):
     positions = array1(table, pass_table.POSITIONS, np.int64)
     visible_fields = array1(table, pass_table.VISIBLE_FIELDS, np.int64)
     visible_bits = array2(table, visible_fields[layer], np.int64)
-    page_size = array1(table, pass_table.SIZES, np.int64)[0]
-    num_kv_heads = keys.shape[1]
-    for part in claimed(table[pass_table.COUNTERS, 0], phase, len(parts) * num_kv_heads):
-        rows_of_part = parts[part // num_kv_heads]
+    sizes = array1(table, pass_table.SIZES, np.int64)
+    page_size, num_heads, heads_together = sizes[0], sizes[2], sizes[3]
+    num_shared = num_heads // keys.shape[1]
+    value_width = attended.shape[1] // num_heads
+    parts_of_rows = num_heads // heads_together
+    for part in claimed(table[pass_table.COUNTERS, 0], phase, len(parts) * parts_of_rows):
+        rows_of_part = parts[part // parts_of_rows]
         sequence = rows_of_part[0]
         rows = rows_of_part[1], rows_of_part[2]
-        head = part % num_kv_heads
+        first_head = part % parts_of_rows * heads_together
+        heads = first_head // num_shared, first_head, heads_together, value_width
         text = pages[sequence], first_keys[sequence], ends[sequence], num_keys[sequence], node_positions[sequence]
         attend(
-            queries, keys, values, head, rows, scale, window, page_size, text, limits, positions, visible_bits, attended
+            queries, keys, values, heads, rows, scale, window, page_size, text, limits, positions, visible_bits,
+            attended,
         )  # fmt: skip
 
 

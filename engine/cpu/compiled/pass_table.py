@@ -38,7 +38,7 @@ TOKENS, SLOTS, WANTED = range(38, 41)
 PARTS = 41  # [P, 3] sequence, first row and end of rows that attend together
 VISIBLE_BITS, PAGES, FIRST_KEYS, ENDS, NUM_KEYS, NODE_POSITIONS, LIMITS, POSITIONS = range(42, 50)
 LOGITS = 50
-SIZES = 51  # tokens of a page, cores
+SIZES = 51  # tokens of a page, cores, query heads, query heads that attend together
 # Stored hidden states: the place of the state that enters each layer, of the state that leaves the
 # last one, and of that state after the norm; -1 for none.
 TAPS = 52  # [L + 2]

@@ -9,7 +9,7 @@ model a tensor. Not for: the configuration and the tokenizer (`folder.py`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -111,23 +111,23 @@ def load_model(name: str, file: GgufFile, config: Any, dtype: torch.dtype | None
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype or config.dtype, attn_implementation=HOOK
         )
-    places = dict(model.named_parameters(remove_duplicate=False))
-    if config.tie_word_embeddings:
-        places.pop("lm_head.weight")
-    tensors = _tensors_of(file, places, config.num_hidden_layers)
-    for path, stored in tensors.items():
+    for path, stored in tensors_of(file, model).items():
         module, _, field = path.rpartition(".")
-        weight = _weight(file, stored, config, tuple(places[path].shape), dtype, device)
+        shape = tuple(model.get_parameter(path).shape)
+        weight = _weight(file, stored, config, shape, dtype, device)
         setattr(model.get_submodule(module), field, nn.Parameter(weight, requires_grad=False))
     _tie(model)
     model.generation_config = transformers.GenerationConfig.from_pretrained(name)
     return model.to(device)
 
 
-def _tensors_of(file: GgufFile, places: Iterable[str], num_layers: int) -> dict[str, list[StoredTensor]]:
-    """Return each weight's tensors, by path; raise LoadError if some are left."""
+def tensors_of(file: GgufFile, model: Any) -> dict[str, list[StoredTensor]]:
+    """Return the tensors of each weight of a model, by path; raise LoadError if some are left."""
+    places = dict(model.named_parameters(remove_duplicate=False))
+    if model.config.tie_word_embeddings:
+        places.pop("lm_head.weight")
     architecture = next(key for key, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
-    known = get_tensor_name_map(architecture, num_layers)
+    known = get_tensor_name_map(architecture, model.config.num_hidden_layers)
     names = {path: _names(path, known) for path in places}
     missing = sorted(path for path, parts in names.items() if not file.tensors.keys() >= set(parts))
     if missing:

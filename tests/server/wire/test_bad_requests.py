@@ -279,13 +279,6 @@ def test_a_body_that_is_no_object_is_refused(http: httpx.Client, path: str, body
     assert error_of(response, 400)["type"] == "invalid_request_error"
 
 
-def test_another_content_type_is_explained(http: httpx.Client) -> None:
-    """A body that is not declared as JSON is refused with the header to send."""
-    for kind in ("text/plain", "application/x-www-form-urlencoded"):
-        response = http.post(COMPLETIONS, content=json.dumps(GOOD[COMPLETIONS]), headers={"content-type": kind})
-        assert "application/json" in error_of(response, 400)["message"]
-
-
 def test_a_large_body_is_refused_unread(daemon: Daemon) -> None:
     """10 MB with a length, and a body without one that grows over the limit, both get 413."""
 
