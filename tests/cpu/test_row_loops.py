@@ -55,6 +55,23 @@ def test_distributions_are_those_of_the_plain_path() -> None:
     assert torch.allclose(sums, torch.ones_like(sums), rtol=0, atol=1e-6)
 
 
+def test_a_row_has_the_same_bits_wherever_it_is_in_memory() -> None:
+    """Also right before or after its distribution, where a compiled loop may take another form."""
+    width = 101
+    logits = np.random.default_rng(3).standard_normal((8, width)).astype(np.float32)
+    for row in torch.from_numpy(logits):
+        found = set()
+        for gap in (0, 1, 8, 40):
+            memory = torch.zeros(2 * width + gap)
+            ends = memory[:width], memory[width + gap :]
+            for source, target in (ends, ends[::-1]):
+                source[:] = row
+                parameters = DistributionParameters.of([Sampling()], tiny.DEVICE, KERNELS)
+                KERNELS.distribution(source[None], torch.ones(1), parameters.filters, target[None])
+                found.add(tuple(target.tolist()))
+        assert len(found) == 1
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=WIDTH - 1)])
 def test_small_probabilities_are_right_down_to_the_least(sampling: Sampling) -> None:
     """Tokens down to e^-87 of the likeliest one keep theirs; what is below has none."""

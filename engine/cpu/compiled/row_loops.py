@@ -56,9 +56,10 @@ def distribution_of(logits, temperature, distribution):
             # overflow.
             log = (logits[column] - most) / temperature
             share = exponential(log)
-            share = np.float32(0) if log < _LEAST_LOG else share
-            distribution[column] = share
-            tile_total += share
+            distribution[column] = np.float32(0) if log < _LEAST_LOG else share
+        # In the loop above, the order of a sum would depend on where both arrays are in memory.
+        for column in range(start, min(start + TILE, width)):
+            tile_total += distribution[column]
         total += np.float64(tile_total)
     scale = np.float32(1 / total)
     for column in range(width):
