@@ -26,7 +26,7 @@ from engine.models.importing import import_transformers
 
 
 class _Family(NamedTuple):
-    """How a family's checkpoints and transformers' code name the parts of a module."""
+    """Names that checkpoints of a family, and transformers' code, give the parts of a module."""
 
     number: str
     """Field of the number of modules."""

@@ -23,8 +23,8 @@ RECURRENT_MODEL_TYPES = frozenset(
 )
 """Families with recurrent layers or short convolutions."""
 # Families whose logits through the hook equal plain transformers, by
-# tests/models/test_architectures.py. The text model of each wrapper in `models/wrappers.py` has one
-# of these types.
+# tests/models/test_architectures.py. The text model of each wrapper in `models/wrappers.py` is of a
+# type in this list.
 FITTING_MODEL_TYPES = RECURRENT_MODEL_TYPES | frozenset(
     """
     llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 gpt_neox gpt2 opt olmo2

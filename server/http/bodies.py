@@ -20,6 +20,7 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.responses import Response
+from starlette.types import Scope
 
 from engine.api import RequestError
 from server.http.body_queue import BodyQueues
@@ -28,7 +29,7 @@ from server.wire.limits import DEEPEST, MOST_OBJECTS, MOST_TEXTS, MOST_VALUES
 from server.wire.nesting import is_deep, outside_strings, unescaped
 
 _CURL_TYPE = "application/x-www-form-urlencoded"
-"""Type that curl gives a body when it is told none."""
+"""Type that curl gives a body by default."""
 _SMALL_BYTES = 1 << 11
 """Size up to which any body is read and validated in a fraction of a millisecond."""
 _LARGE_BYTES = 1 << 16
@@ -54,7 +55,7 @@ class BodyRoute(APIRoute):
                 names = tuple(model.model_fields)
 
         async def read_and_handle(request: Request) -> Response:
-            bounded = _BoundedRequest(_typed(request) if names else request, names)
+            bounded = _BoundedRequest(request, names)
             try:
                 return await handle(bounded)
             finally:
@@ -65,24 +66,23 @@ class BodyRoute(APIRoute):
         return read_and_handle
 
 
-def _typed(request: Request) -> Request:
-    """Return the request with the type of JSON, if it has none or the one of `curl -d`.
+def _typed(request: Request) -> Scope:
+    """Return the request's scope, with the type of JSON in place of no type, or of `curl -d`'s.
 
     A page of another site can send these types as well, but a browser names the page's origin.
     """
     headers = request.headers
     if headers.get("content-type", _CURL_TYPE) != _CURL_TYPE or "origin" in headers:
-        return request
+        return request.scope
     others = [(name, value) for name, value in headers.raw if name != b"content-type"]
-    scope = {**request.scope, "headers": [*others, (b"content-type", b"application/json")]}
-    return Request(scope, request.receive, request._send)
+    return {**request.scope, "headers": [*others, (b"content-type", b"application/json")]}
 
 
 class _BoundedRequest(Request):
     """Request that decodes its body by `read_json`, after a wait in the queue unless small."""
 
     def __init__(self, request: Request, names: Sequence[str]) -> None:
-        super().__init__(request.scope, request.receive, request._send)
+        super().__init__(_typed(request) if names else request.scope, request.receive, request._send)
         self._names = names
         self.is_large = False
         self.place = ExitStack()

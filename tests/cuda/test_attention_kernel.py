@@ -234,7 +234,7 @@ def test_chunks_equal_torch(chunk: int, parts: int) -> None:
 
 
 def test_query_heads_of_a_key_head_are_divided_among_programs() -> None:
-    """As the 128 of DeepSeek-V3, whose queries fill no tile that fits the registers."""
+    """DeepSeek-V3 has 128: a tile with all of them does not fit the registers."""
     assert attention_kernel.heads_of_program(128, torch.bfloat16, 576) == 32
     assert attention_kernel.heads_of_program(20, torch.bfloat16, 576) == 20
     with instead(attention_kernel, "heads_of_program", lambda *_: 1):

@@ -227,8 +227,8 @@ def test_quantised_wrapper_answers_as_its_quantised_text_model(folder: Path, tmp
 
 
 @pytest.mark.slow
-def test_mtp_module_inside_a_wrapper_drafts_as_that_of_the_plain_model(tmp_path: Path) -> None:
-    """The names of its tensors begin as those of the wrapper's text."""
+def test_mtp_module_inside_a_wrapper_drafts_as_in_the_plain_model(tmp_path: Path) -> None:
+    """Its tensors have the prefix of the wrapper's text."""
     plain = folders.write_mtp(tmp_path / "plain", VOCABULARY).folder
     encoder = families.wrapper_config("glm4v_moe", families.PLACEHOLDERS, {})
     wrapper = {**encoder.to_dict(), "architectures": None}

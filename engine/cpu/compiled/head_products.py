@@ -1,6 +1,6 @@
 """Products of each head's rows with the head's own weight, in Numba.
 
-The sums are those of `block_products.py`, so that a row's bits do not depend on other rows.
+`block_products.py` computes the sums, so a row's bits do not depend on other rows.
 """
 
 # Numba sees a kernel's arguments only when it is run.
@@ -41,7 +41,7 @@ def _multiply_heads(address):
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             count = min(_ROWS_AT_ONCE, len(rows) - first)
             place = np.int64(rows[first].ctypes.data) + head * row_width * 4
-            # The product reads the first K numbers of each of these rows.
+            # The product reads K numbers from the beginning of each row.
             part = carray(pointer_to(place), (count, rows.shape[1]), np.float32)
             product(part, weights[head], no_scales, no_bias, products, (0, num_blocks), (0, 1))
             for row in range(count):
