@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -154,7 +153,7 @@ class Terminal:
         parts = [conversation.model, f"speculation {'on' if conversation.speculates else 'off'}"]
         if metrics := conversation.metrics:
             parts += _figures(metrics)
-        return _fitting(parts, shutil.get_terminal_size().columns)
+        return _fitting(parts, _columns())
 
     def _answer(self, message: str) -> None:
         """Show an answer while it arrives, until it ends or Ctrl+C."""
@@ -163,7 +162,7 @@ class Terminal:
         from server.chat.conversation import ChatError
 
         was_thought = False
-        wrap = WordWrap(shutil.get_terminal_size().columns, get_cwidth)
+        wrap = WordWrap(_columns(), get_cwidth)
         answer = self._conversation.ask(message)
         try:
             for text, origin, is_thought in answer:
@@ -248,6 +247,13 @@ def _whole_message(prompt: Callable[..., str]) -> str:
     while not (text.endswith(_QUOTES) and len(text) >= 2 * len(_QUOTES)):
         text += "\n" + prompt(". ").rstrip()
     return text[len(_QUOTES) : -len(_QUOTES)].strip("\n")
+
+
+def _columns() -> int:
+    """Return the columns of the terminal as it is now, whatever `COLUMNS` says."""
+    from prompt_toolkit.application.current import get_app_session
+
+    return get_app_session().output.get_size().columns
 
 
 def _fitting(parts: Sequence[str], width: int) -> str:

@@ -20,7 +20,8 @@ class Chat:
     """The command in a terminal of 120 columns, which says where its cursor is when it is asked."""
 
     def __init__(self, *arguments: str) -> None:
-        environment = {**os.environ, "POLYDRAFT_API_KEY": KEYS[0], "TERM": "xterm-256color"}
+        wrong_width = {"COLUMNS": "40"}
+        environment = {**os.environ, **wrong_width, "POLYDRAFT_API_KEY": KEYS[0], "TERM": "xterm-256color"}
         command = ["-m", "server.cli", "chat", *arguments]
         self.process = pexpect.spawn(
             sys.executable, command, env=environment, encoding="utf-8", dimensions=(24, 120), timeout=60
