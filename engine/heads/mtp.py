@@ -36,11 +36,17 @@ class _Family(NamedTuple):
     norm: str = ""
     """Class of its norms, if their weights are added to one."""
     rotary: str = "RotaryEmbedding"
+    experts: str = "num_experts"
+    """Field of the number of routed experts."""
+    least: int = 0
+    """Number of modules if the field is not set."""
 
 
 _FAMILIES = {
-    "glm4_moe": _Family("num_nextn_predict_layers", "glm4_moe", "Glm4Moe"),
+    "glm4_moe": _Family("num_nextn_predict_layers", "glm4_moe", "Glm4Moe", experts="n_routed_experts"),
     "qwen3_5_text": _Family("mtp_num_hidden_layers", "qwen3_5", "Qwen3_5", "RMSNorm", "TextRotaryEmbedding"),
+    "qwen3_5_moe_text": _Family("mtp_num_hidden_layers", "qwen3_5_moe", "Qwen3_5Moe", "RMSNorm", "TextRotaryEmbedding"),
+    "qwen3_next": _Family("num_nextn_predict_layers", "qwen3_next", "Qwen3Next", "RMSNorm", least=1),
 }
 FAMILIES = tuple(_FAMILIES)
 _OF_TARGET = ("embed_tokens.weight", "shared_head.head.weight")
@@ -62,7 +68,7 @@ def read_mtp(name: str, raw: Raw) -> HeadConfig:
     family = _FAMILIES.get(kind)
     if family is None:
         raise ConfigError(f"{name}: MTP modules are served in {', '.join(FAMILIES)}, not in {kind}; use a draft model")
-    count = raw.get(family.number)
+    count = raw.get(family.number, family.least)
     if count != 1:
         raise ConfigError(f"{name}: {family.number} is {count!r}; only one MTP module is served")
     if raw.get("quantization_config"):
@@ -107,13 +113,13 @@ def mtp_tensors(config: HeadConfig, stored: Mapping[str, Tensor]) -> dict[str, T
             experts[expert[2]][int(expert[1])] = tensor
         elif name not in _OF_TARGET:
             result[name if name.startswith(_OWN) else f"block.{name}"] = tensor
-    count = getattr(config.layers, "n_routed_experts", None)
-    if not count:
+    if not any(experts.values()):  # the layer is dense, or its experts are stored as stacks
         return result
+    count = int(getattr(config.layers, _FAMILIES[config.layers.model_type].experts, 0))
     for which, by_number in experts.items():
-        if sorted(by_number) != list(range(int(count))):
+        if sorted(by_number) != list(range(count)):
             raise LoadError(f"{config.name}: the MTP module has {len(by_number)} of {count} experts ({which}_proj)")
-    gates, ups, downs = ([experts[which][number] for number in range(int(count))] for which in experts)
+    gates, ups, downs = ([experts[which][number] for number in range(count)] for which in experts)
     pairs = [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
     result |= {"block.mlp.experts.gate_up_proj": torch.stack(pairs), "block.mlp.experts.down_proj": torch.stack(downs)}
     return result

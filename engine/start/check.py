@@ -36,8 +36,10 @@ _DRAFTS = {
     "llama4_text": "an EAGLE-3 head",
     "qwen2": "Qwen2.5-0.5B",
     "qwen3": "Qwen3-0.6B, or an EAGLE-3 or DFlash head",
+    "qwen3_5_moe_text": "its own MTP module (--draft-model mtp)",
     "qwen3_5_text": "its own MTP module (--draft-model mtp)",
     "qwen3_moe": "Qwen3-0.6B, or an EAGLE-3 or DFlash head",
+    "qwen3_next": "its own MTP module (--draft-model mtp)",
 }
 """Draft models that usually have the tokens of a type; the start compares the tokens."""
 

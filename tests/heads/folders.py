@@ -302,25 +302,44 @@ def write_mtp(
     return Written(folder, tensors, {}, (NORMED,))
 
 
-def write_hybrid_mtp(folder: Path, vocabulary: int = 97) -> Written:
-    """Write a random Qwen3.5 with an MTP module, as it is published: a layer that attends."""
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+def write_hybrid_mtp(folder: Path, vocabulary: int = 97, name: str = "qwen3_5_text", stacked: bool = False) -> Written:
+    """Write a random hybrid with an MTP module, as it is published: a layer that attends.
 
-    config = families.config("qwen3_5_text", vocab_size=vocabulary, mtp_num_hidden_layers=1)
+    name: its `model_type`; stacked: whether the module's experts are stored as two stacks.
+    """
+    config = families.config(name, vocab_size=vocabulary)
+    if name != "qwen3_next":  # which has no such field
+        config.mtp_num_hidden_layers = 1
     model = tiny.load_model(config, 31).model
     random, width = Random(), config.hidden_size
     # Norms begin at zero. Else the module's norm would hide what the target's does.
     model.model.norm.weight.data = random.normal(width, spread=0.3)
     model.save_pretrained(folder)
     attending = config.layer_types.index("full_attention")
-    layer = Qwen3_5DecoderLayer(config, attending).state_dict()
+    layer = type(model.model.layers[attending])(config, attending).state_dict()
     tensors = {f"mtp.layers.0.{name}": random.normal(*one.shape, spread=0.2) for name, one in layer.items()}
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         tensors[f"mtp.{name}.weight"] = random.normal(width, spread=0.3)
     tensors["mtp.fc.weight"] = random.normal(width, 2 * width)
     whole = folder / "model.safetensors"
-    save_file(load_file(whole) | tensors, whole, {"format": "pt"})
+    stored = tensors if stacked else experts_apart(tensors)
+    save_file(load_file(whole) | stored, whole, {"format": "pt"})
     return Written(folder, tensors, {}, (NORMED,))
+
+
+def experts_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors with those of stacked experts by their numbers."""
+    result = {}
+    for name, tensor in tensors.items():
+        begin, _, kind = name.partition("mlp.experts.")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
+        if parts is None:
+            result[name] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+                result[f"{begin}mlp.experts.{number}.{part}.weight"] = rows.clone()
+    return result
 
 
 def load_target(written: Written) -> LoadedModel:

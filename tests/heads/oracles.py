@@ -278,20 +278,19 @@ class Module:
 
 
 class HybridModule:
-    """An MTP module of Qwen3.5, from the beginning of the text at every node."""
+    """An MTP module of a hybrid, from the beginning of the text at every node."""
 
     def __init__(self, written: Written, of: LoadedModel) -> None:
-        from transformers.models.qwen3_5 import modeling_qwen3_5 as code
-
         config = copy.deepcopy(of.model.config)
-        config._attn_implementation = "eager"
+        config._attn_implementation = config._experts_implementation = "eager"
         self.of, self.tensors, self.eps = of, written.tensors, config.rms_norm_eps
-        self.block = code.Qwen3_5DecoderLayer(config, config.layer_types.index("full_attention"))
+        attending = config.layer_types.index("full_attention")
+        self.block = type(of.model.model.layers[attending])(config, attending)
         begin = "mtp.layers.0."
         self.block.load_state_dict(
             {n.removeprefix(begin): t for n, t in written.tensors.items() if n.startswith(begin)}
         )
-        self.rotary = code.Qwen3_5TextRotaryEmbedding(config)
+        self.rotary = type(of.model.model.rotary_emb)(config)
 
     def normed(self, rows_TD: Tensor, name: str) -> Tensor:
         scale_T1 = torch.rsqrt(rows_TD.pow(2).mean(-1, keepdim=True) + self.eps)

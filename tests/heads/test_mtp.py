@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from engine.attention.tensors import NORMED
 from engine.config import MTP, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.drafting import reading
 from engine.drafting.eagle import EagleDrafter
 from engine.errors import ConfigError, LoadError
-from engine.heads.mtp import Mtp
+from engine.heads.config import HeadConfig
+from engine.heads.loading import build_head, shapes_of
+from engine.heads.mtp import Mtp, mtp_tensors, read_mtp
 from engine.models import taps
 from engine.scheduling.scheduler import Scheduler
 from engine.start.building import build_engine
@@ -31,6 +34,7 @@ from tests.models import families
 from tests.wrong import instead
 
 Pair = tuple[LoadedModel, folders.Written]
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +59,22 @@ def test_logits_are_those_of_transformers_whatever_came_before(pair: Pair, name:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SPECULATIONS)
-def test_module_of_a_hybrid_target(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("speculation", SPECULATIONS)
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_module_of_a_hybrid_target(tmp_path: Path, name: str, speculation: str) -> None:
     """After chunks of prompts, shared beginnings, drafts and preemption."""
-    written = folders.write_hybrid_mtp(tmp_path / "target", VOCABULARY)
+    written = folders.write_hybrid_mtp(tmp_path / "target", VOCABULARY, name)
     target = folders.load_target(written)
-    recorder, texts = served(target, written, SPECULATIONS[name])
+    recorder, texts = served(target, written, SPECULATIONS[speculation])
     assert largest_error(target, written, oracles.HybridModule(written, target), recorder, texts) < 1e-3
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_greedy_answers_of_a_hybrid_with_its_module(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_greedy_answers_of_a_hybrid_with_its_module(tmp_path: Path, name: str) -> None:
     """Few tokens, so that a random module is right now and then."""
-    written = folders.write_hybrid_mtp(tmp_path / "target", 12)
+    written = folders.write_hybrid_mtp(tmp_path / "target", 12, name, stacked=True)
     target = folders.load_target(written)
     prompts = tiny.prompts(12, (3, 30, 41))
     expected = {str(i): families.generated(target, prompt, 24) for i, prompt in enumerate(prompts)}
@@ -168,7 +174,7 @@ def test_rules_with_target_shifts_are_refused_before_weights_are_read(tmp_path: 
         ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers is 0; only one MTP module is served"),
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; only one"),
         ({"quantization_config": {"quant_method": "fp8"}}, "of quantised checkpoints are not served"),
-        ({"model_type": "qwen3"}, "MTP modules are served in glm4_moe, qwen3_5_text, not in qwen3"),
+        ({"model_type": "qwen3"}, "MTP modules are served in glm4_moe, qwen3_5_text, .*, not in qwen3;"),
     ],
 )
 def test_targets_without_a_served_module_are_refused_before_weights_are_read(
@@ -201,3 +207,40 @@ def test_modules_that_are_not_whole_are_refused(tmp_path: Path, lost: str, reaso
     save_file(kept, path, {"format": "pt"})
     with pytest.raises(LoadError, match=reason):
         build_engine(config_of(written))
+
+
+@pytest.fixture(params=HYBRIDS[1:])
+def mixture(request: pytest.FixtureRequest) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """The config of a mixture's module, and its weights with experts by number."""
+    config = read_mtp("mixture", families.config(request.param, mtp_num_hidden_layers=1).to_dict())
+    shapes = shapes_of(config, 1).items()
+    stored = {name.replace("block.", "mtp.layers.0."): torch.randn(shape) for name, shape in shapes}
+    return config, folders.experts_apart(stored)
+
+
+def test_experts_by_number_become_the_stacks(mixture: tuple[HeadConfig, dict[str, Tensor]]) -> None:
+    config, stored = mixture
+    mlp = build_head(config, 1, mtp_tensors(config, stored)).block.mlp
+    parts = [stored[f"mtp.layers.0.mlp.experts.2.{part}_proj.weight"] for part in ("gate", "up", "down")]
+    assert mlp.experts.gate_up_proj[2].equal(torch.cat(parts[:2]))
+    assert mlp.experts.down_proj[2].equal(parts[2])
+
+
+@pytest.mark.parametrize(
+    ("lost", "named", "reason"),
+    [
+        ("mlp.experts.2.up_proj", "", r"the MTP module has 3 of 4 experts .up_proj"),
+        ("mlp.shared_expert_gate", "", r"lacks tensors .block.mlp.shared_expert_gate.weight"),
+        ("mlp.experts", "mlp.up_proj", r"lacks tensors .block.mlp.experts.down_proj"),
+        ("none", "mlp.router", r"has unknown tensors .block.mlp.router.weight"),
+    ],
+)
+def test_mixtures_with_other_names_are_refused(
+    mixture: tuple[HeadConfig, dict[str, Tensor]], lost: str, named: str, reason: str
+) -> None:
+    config, stored = mixture
+    kept = {name: tensor for name, tensor in stored.items() if not name.startswith(f"mtp.layers.0.{lost}.")}
+    if named:
+        kept[f"mtp.layers.0.{named}.weight"] = torch.zeros(4, 32)
+    with pytest.raises(LoadError, match=reason):
+        build_head(config, 1, mtp_tensors(config, kept))
