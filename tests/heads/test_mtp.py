@@ -34,7 +34,7 @@ from tests.models import families
 from tests.wrong import instead
 
 Pair = tuple[LoadedModel, folders.Written]
-HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h")
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_rules_with_target_shifts_are_refused_before_weights_are_read(tmp_path: 
         ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers is 0; only one MTP module is served"),
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; only one"),
         ({"quantization_config": {"quant_method": "fp8"}}, "of quantised checkpoints are not served"),
-        ({"model_type": "qwen3"}, "MTP modules are served in glm4_moe, qwen3_5_text, .*, not in qwen3;"),
+        ({"model_type": "qwen3"}, "MTP modules are served in glm4_moe, nemotron_h, .*, not in qwen3;"),
     ],
 )
 def test_targets_without_a_served_module_are_refused_before_weights_are_read(
@@ -212,35 +212,47 @@ def test_modules_that_are_not_whole_are_refused(tmp_path: Path, lost: str, reaso
 @pytest.fixture(params=HYBRIDS[1:])
 def mixture(request: pytest.FixtureRequest) -> tuple[HeadConfig, dict[str, Tensor]]:
     """The config of a mixture's module, and its weights with experts by number."""
-    config = read_mtp("mixture", families.config(request.param, mtp_num_hidden_layers=1).to_dict())
-    shapes = shapes_of(config, 1).items()
-    stored = {name.replace("block.", "mtp.layers.0."): torch.randn(shape) for name, shape in shapes}
-    return config, folders.experts_apart(stored)
+    count = {"num_nextn_predict_layers" if request.param == "nemotron_h" else "mtp_num_hidden_layers": 1}
+    config = read_mtp("mixture", families.config(request.param, **count).to_dict())
+    return config, folders.experts_apart(
+        {f"mtp.{name}": torch.randn(size) for name, size in shapes_of(config, 1).items()}
+    )
 
 
-def test_experts_by_number_become_the_stacks(mixture: tuple[HeadConfig, dict[str, Tensor]]) -> None:
+def test_experts_by_number_become_stacks(mixture: tuple[HeadConfig, dict[str, Tensor]]) -> None:
     config, stored = mixture
-    mlp = build_head(config, 1, mtp_tensors(config, stored)).block.mlp
-    parts = [stored[f"mtp.layers.0.mlp.experts.2.{part}_proj.weight"] for part in ("gate", "up", "down")]
-    assert mlp.experts.gate_up_proj[2].equal(torch.cat(parts[:2]))
-    assert mlp.experts.down_proj[2].equal(parts[2])
+    head = build_head(config, 1, mtp_tensors(config, stored))
+    (experts,) = (module for name, module in head.named_modules() if name.endswith(".experts"))
+    parts = [stored[name] for part in ("gate", "up") for name in stored if f".experts.2.{part}_proj." in name]
+    (down,) = (tensor for name, tensor in stored.items() if ".experts.2.down_proj." in name)
+    stack = experts.gate_up_proj if len(parts) == 2 else experts.up_proj
+    assert stack[2].equal(torch.cat(parts))
+    assert experts.down_proj[2].equal(down)
+    assert len(head.kv_shape.layers) == 1  # experts store no K and V
 
 
 @pytest.mark.parametrize(
-    ("lost", "named", "reason"),
+    ("lost", "added", "reason"),
     [
-        ("mlp.experts.2.up_proj", "", r"the MTP module has 3 of 4 experts .up_proj"),
-        ("mlp.shared_expert_gate", "", r"lacks tensors .block.mlp.shared_expert_gate.weight"),
-        ("mlp.experts", "mlp.up_proj", r"lacks tensors .block.mlp.experts.down_proj"),
-        ("none", "mlp.router", r"has unknown tensors .block.mlp.router.weight"),
+        (".experts.2.up_proj.", "", "the MTP module has 3 of 4 experts .up_proj"),
+        (".gate.", "", "lacks tensors .layers.*gate.weight"),
+        (".experts.", "", "lacks tensors .layers.*experts.down_proj"),
+        ("nothing", "mtp.layers.0.router.weight", "has unknown tensors .layers.0.router.weight"),
     ],
 )
 def test_mixtures_with_other_names_are_refused(
-    mixture: tuple[HeadConfig, dict[str, Tensor]], lost: str, named: str, reason: str
+    mixture: tuple[HeadConfig, dict[str, Tensor]], lost: str, added: str, reason: str
 ) -> None:
     config, stored = mixture
-    kept = {name: tensor for name, tensor in stored.items() if not name.startswith(f"mtp.layers.0.{lost}.")}
-    if named:
-        kept[f"mtp.layers.0.{named}.weight"] = torch.zeros(4, 32)
+    kept = {name: tensor for name, tensor in stored.items() if lost not in name}
+    if added:
+        kept[added] = torch.zeros(4, 32)
     with pytest.raises(LoadError, match=reason):
         build_head(config, 1, mtp_tensors(config, kept))
+
+
+def test_layers_of_a_module_are_served_in_one_order() -> None:
+    raw = families.config("nemotron_h", num_nextn_predict_layers=1).to_dict() | {"mtp_layers_block_type": None}
+    assert read_mtp("module", raw | {"mtp_hybrid_override_pattern": "*E"}).layers.num_hidden_layers == 2
+    with pytest.raises(ConfigError, match=r"the MTP module has layers of .'moe', 'full_attention'., not"):
+        read_mtp("module", raw | {"mtp_hybrid_override_pattern": "E*"})
