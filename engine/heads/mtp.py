@@ -125,8 +125,9 @@ def mtp_tensors(config: HeadConfig, stored: Mapping[str, Tensor]) -> dict[str, T
     """Rename a checkpoint's tensors, and stack experts; raise LoadError if one lacks."""
     result: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
+    prefix = prefix_of(config).removeprefix("model.")
     for key, tensor in stored.items():
-        name = key.removeprefix(prefix_of(config))
+        name = key.removeprefix("model.").removeprefix(prefix)
         for begin, renamed in _RENAMED.items():
             if name.startswith(begin):
                 name = renamed + name.removeprefix(begin)

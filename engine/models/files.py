@@ -26,6 +26,8 @@ INFILL_MARKS = "infill_marks"
 WEIGHTS_ELSEWHERE = "gguf.json"
 """File of a derived folder that names the GGUF file with its weights (`gguf/folder.py`)."""
 _ADAPTER = "adapter_config.json"
+_TEXTS = ("text_config", "llm_config")
+"""Fields of config.json with a text model's configuration; the second is Nemotron's."""
 _FLOAT = "__float__"
 """Key of a number without a name in JSON, which transformers stores as an object."""
 _FILES_READ = (
@@ -209,6 +211,12 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def _number_or_object(stored: dict[str, Any]) -> Any:
     return float(stored[_FLOAT]) if list(stored) == [_FLOAT] else stored
+
+
+def inner_object(raw: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the fields that config.json nests for a text model; None if it nests none."""
+    nested = (raw.get(field) for field in _TEXTS)
+    return next((fields for fields in nested if isinstance(fields, dict)), None)
 
 
 def first_of(names: Sequence[str], most: int = 3) -> str:

@@ -21,6 +21,7 @@ from engine.heads.config import HeadConfig
 from engine.heads.loading import build_head, shapes_of
 from engine.heads.mtp import Mtp, mtp_tensors, read_mtp
 from engine.models import taps
+from engine.models.wrappers import plain_name, wrapped_names
 from engine.scheduling.scheduler import Scheduler
 from engine.start.building import build_engine
 from engine.start.loading import LoadedModel
@@ -249,6 +250,12 @@ def test_mixtures_with_other_names_are_refused(
         kept[added] = torch.zeros(4, 32)
     with pytest.raises(LoadError, match=reason):
         build_head(config, 1, mtp_tensors(config, kept))
+
+
+def test_names_in_wrappers_are_those_of_the_plain_module() -> None:
+    config = read_mtp("module", families.config("qwen3_next").to_dict())
+    for name in wrapped_names("mtp.layers.0.input_layernorm.weight"):
+        assert list(mtp_tensors(config, {plain_name(name): torch.ones(1)})) == ["layers.0.input_layernorm.weight"]
 
 
 def test_layers_of_a_module_are_served_in_one_order() -> None:
