@@ -281,7 +281,10 @@ def _layers(name: str, stored: Any, defaults: Raw) -> Any:
     kind = stored.get("model_type", "llama")
     if kind not in _LAYER_TYPES:
         raise ConfigError(f"{name}: layers of type {kind!r} are not served in heads; only {', '.join(_LAYER_TYPES)}")
-    return layers_config(name, kind, stored)
+    layers = layers_config(name, kind, stored)
+    if layers.hidden_act != "silu" or getattr(layers, "mlp_bias", False):
+        raise ConfigError(f"{name}: layers with {layers.hidden_act} or biases in the MLP are not served in heads")
+    return layers
 
 
 def layers_config(name: str, kind: str, stored: Raw) -> Any:
@@ -294,8 +297,6 @@ def layers_config(name: str, kind: str, stored: Raw) -> Any:
     if depends_on_length(layers):
         rope = layers.rope_parameters["rope_type"]
         raise ConfigError(f"{name}: rotary embedding of type {rope!r} is not served in heads")
-    if layers.hidden_act != "silu" or getattr(layers, "mlp_bias", False):
-        raise ConfigError(f"{name}: layers with {layers.hidden_act} or biases in the MLP are not served in heads")
     return layers
 
 

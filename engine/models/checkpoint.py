@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from engine.errors import ConfigError, first_line
-from engine.models.files import file_fault, model_file, read_object
+from engine.models.files import file_fault, inner_object, model_file, read_object
 
 _CONFIG, _GENERATION, _TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 _TOKENIZER_FILES = (_TOKENIZER, "special_tokens_map.json")
@@ -218,7 +218,4 @@ def _stored(source: Source, file: str) -> dict[str, Any]:
     if path is None:
         return {}
     stored = read_object(path)
-    inner = stored.get("text_config")
-    if isinstance(inner, dict):
-        return {**inner, **stored}
-    return stored
+    return {**(inner_object(stored) or {}), **stored}

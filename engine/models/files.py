@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -10,8 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-import msgspec
 
 from engine.errors import ConfigError, first_line
 
@@ -27,6 +26,10 @@ INFILL_MARKS = "infill_marks"
 WEIGHTS_ELSEWHERE = "gguf.json"
 """File of a derived folder that names the GGUF file with its weights (`gguf/folder.py`)."""
 _ADAPTER = "adapter_config.json"
+_TEXTS = ("text_config", "llm_config")
+"""Fields of config.json with a text model's configuration; the second is Nemotron's."""
+_FLOAT = "__float__"
+"""Key of a number without a name in JSON, which transformers stores as an object."""
 _FILES_READ = (
     "config.json",
     "generation_config.json",
@@ -190,13 +193,30 @@ def begins_as_gguf(path: Path) -> bool:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; raise ConfigError with the reason if there is none."""
+    """Return the JSON object in a file; raise ConfigError with the reason if there is none.
+
+    Numbers may be Infinity and NaN, as in the files of Mamba 2 and Nemotron-H.
+    """
     if fault := file_fault(path):
         raise ConfigError(f"{path}: {fault}")
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, ValueError, RecursionError) as error:
+        stored = json.loads(path.read_bytes(), object_hook=_number_or_object)
+        json.dumps(stored, ensure_ascii=False).encode()  # raises ValueError for half characters
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be used ({first_line(error)})") from error
+    if not isinstance(stored, dict):
+        raise ConfigError(f"{path}: cannot be used (it has no JSON object)")
+    return stored
+
+
+def _number_or_object(stored: dict[str, Any]) -> Any:
+    return float(stored[_FLOAT]) if list(stored) == [_FLOAT] else stored
+
+
+def inner_object(raw: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the fields that config.json nests for a text model; None if it nests none."""
+    nested = (raw.get(field) for field in _TEXTS)
+    return next((fields for fields in nested if isinstance(fields, dict)), None)
 
 
 def first_of(names: Sequence[str], most: int = 3) -> str:

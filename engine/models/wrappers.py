@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.models.files import inner_object
 from engine.models.importing import import_transformers
 
 SAME_TYPE = ""
@@ -21,7 +22,7 @@ WRAPPERS = {
         """
         aya_vision cohere2_vision deepseek_vl exaone4_5 gemma3 gemma3n gemma4 gemma4_unified got_ocr2 idefics3
         internvl kimi_k25 lfm2_vl lfm3_vl lighton_ocr llama4 llava llava_next llava_onevision minicpm_ocr minicpmv4_6
-        minicpmv4_7 mistral3 paligemma qwen3_5 qwen3_5_moe smolvlm video_llama_3
+        minicpmv4_7 mistral3 nemotron_h_omni paligemma qwen3_5 qwen3_5_moe smolvlm video_llama_3
         """.split(),
         SAME_TYPE,
     ),
@@ -92,8 +93,8 @@ def placeholders_of(config: Any) -> tuple[int, ...]:
 def text_object(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a wrapper's text model in config.json, or of another model."""
     family = WRAPPERS.get(str(raw.get("model_type")))
-    inner = raw.get("text_config", raw)
-    if family is None or not isinstance(inner, dict):
+    inner = inner_object(raw)
+    if family is None or inner is None:
         return raw
     quantised = {"quantization_config": raw["quantization_config"]} if "quantization_config" in raw else {}
     return {**inner, **quantised, "model_type": family or inner.get("model_type")}

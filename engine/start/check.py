@@ -34,10 +34,13 @@ _DRAFTS = {
     "granite": "a smaller granite",
     "llama": "Llama-3.2-1B for Llama 3, SmolLM2-135M for SmolLM2, or an EAGLE-3 head",
     "llama4_text": "an EAGLE-3 head",
+    "nemotron_h": "its own MTP module, if it has one (--draft-model mtp)",
     "qwen2": "Qwen2.5-0.5B",
     "qwen3": "Qwen3-0.6B, or an EAGLE-3 or DFlash head",
+    "qwen3_5_moe_text": "its own MTP module (--draft-model mtp)",
     "qwen3_5_text": "its own MTP module (--draft-model mtp)",
     "qwen3_moe": "Qwen3-0.6B, or an EAGLE-3 or DFlash head",
+    "qwen3_next": "its own MTP module (--draft-model mtp)",
 }
 """Draft models that usually have the tokens of a type; the start compares the tokens."""
 

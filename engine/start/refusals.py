@@ -30,7 +30,7 @@ REASONS = {
     """,
     "a test of its text model next to the whole wrapper": """
         blip-2 deepseek_vl_hybrid fast_vlm fuyu hyperclovax_vision_v2 idefics2 instructblip instructblipvideo janus
-        llava_next_video nemotron_h_omni ovis2 perception_lm pp_chart2table qianfan_ocr shieldgemma2 video_llava
+        llava_next_video ovis2 perception_lm pp_chart2table qianfan_ocr shieldgemma2 video_llava
         vipllava aria
     """,
     "a causal language model of its text in transformers": "mistral4 mistral_large4 step3p7",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from engine.errors import ConfigError, LoadError
 from loadtest.arguments import Parser
 from loadtest.results import add_output_argument, write
-from research.analysis import arms, gguf_tokens, latents, limits, pair, selfcheck
+from research.analysis import arms, gguf_tokens, latents, limits, pair, selfcheck, states
 from research.analysis.papers import run as papers
 
 _LONGEST_AT_A_TERMINAL = 2000
@@ -23,7 +23,7 @@ JSON to standard output."""
 _EPILOG = """\
 which command helps with what:
   a pair of models that you want to serve  selfcheck, then pair; arms
-  what takes the time on this machine      limits, latents
+  what takes the time on this machine      limits, latents, states
   the tokens of a GGUF file                gguf-tokens
   rules of verification on paper           papers
 
@@ -69,6 +69,11 @@ ANALYSES = {
     ),
     "latents": _analysis(
         latents, "How fast are passes over latents (MLA) on a CPU, next to passes over the K and V of all heads?"
+    ),
+    "states": _analysis(
+        states,
+        "How fast are passes of recurrent layers that store inputs of drafted nodes, next to passes that store a state "
+        "of each node?",
     ),
     "papers": _analysis(
         papers,

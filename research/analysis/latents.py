@@ -7,28 +7,20 @@ small, so that attention takes most of the time. The forms take turns.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
-from engine.attention.attention import HOOK, PagedKernel, register
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
 from engine.attention.latent import METHOD, has_latents
 from engine.cpu.latents import LatentKernel
 from engine.models.runner import ModelRunner
-from engine.speculation.topology import merge_chains
-from engine.start.loading import LoadedModel, adopt
-from engine.start.probe import find_kv_shape
-from loadtest.arguments import integers
 from loadtest.results import document, table
 from loadtest.statistics import median_of_ratios
+from research.analysis.passes import BLOCK_SIZE, Forward, add_pass_arguments, in_turns, new_model, runner_of, tree_of
 
-_BLOCK_SIZE = 16
 _ROOM = 256
 """Tokens of the largest pass."""
 _CONFIG = {
@@ -46,58 +38,31 @@ _CONFIG = {
     "v_head_dim": 256,
 }
 EXPANDED, TORCH, COMPILED = "expanded", "latents, torch", "latents, compiled"
-_CHAINS = [[4 * chain + depth for depth in range(3)] for chain in range(4)]
-
-Forward = Callable[[], Tensor]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--contexts", type=integers, default=[1024, 8192], help="tokens of the texts (default 1024,8192)")
-    add("--threads", type=int, default=2, help="cores (default 2)")
-    add("--repeats", type=int, default=15, help="measurements of every pass (default 15)")
-
-
-def new_model() -> LoadedModel:
-    """Return a model with random weights."""
-    import transformers
-
-    register()
-    torch.manual_seed(0)
-    config = transformers.Glm4MoeLiteConfig(**_CONFIG)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=HOOK, dtype=torch.float32)
-    return adopt(model, "GLM-4.7-Flash's heads")
-
-
-def runner_of(loaded: LoadedModel, num_tokens: int, kernel: PagedKernel | None) -> ModelRunner:
-    """Return a runner whose K/V are random numbers."""
-    num_blocks = -(-num_tokens // _BLOCK_SIZE)
-    shape = find_kv_shape(loaded)
-    runner = ModelRunner(loaded.model, shape, num_blocks, _BLOCK_SIZE, loaded.vocab_size, paged_kernel=kernel)
-    for keys, values in runner.storage.layers.values():
-        keys.normal_()
-        values.normal_()
-    return runner
+    add_pass_arguments(parser, [1024, 8192])
 
 
 def runners(num_tokens: int) -> dict[str, ModelRunner]:
     """Return a runner of every form."""
-    latents, expanded = new_model(), new_model()
+    import transformers
+
+    config = transformers.Glm4MoeLiteConfig(**_CONFIG)
+    latents, expanded = (new_model(config, "GLM-4.7-Flash's heads") for _ in range(2))
     for module in expanded.model.modules():
         if has_latents(module):
             delattr(module, METHOD)
     return {
-        EXPANDED: runner_of(expanded, num_tokens, None),
-        TORCH: runner_of(latents, num_tokens, None),
-        COMPILED: runner_of(latents, num_tokens, LatentKernel()),
+        EXPANDED: runner_of(expanded, num_tokens),
+        TORCH: runner_of(latents, num_tokens),
+        COMPILED: runner_of(latents, num_tokens, paged_kernel=LatentKernel()),
     }
 
 
 def passes(runner: ModelRunner, context: int) -> dict[str, Forward]:
     """Return the measured passes by name; requests at once share the text's blocks."""
-    blocks = range(runner.storage.num_slots // _BLOCK_SIZE)
-    tree = merge_chains(_CHAINS)
-    nodes = NodeInput(tree.tokens, tree.depths, (), tree.ancestry())
+    blocks = range(runner.storage.num_slots // BLOCK_SIZE)
 
     def forward(num_tokens: int, drafted: NodeInput = NO_NODES, num_requests: int = 1) -> Forward:
         sequence = SequenceInput([0] * num_tokens, context - num_tokens, blocks, drafted, slice(0, None))
@@ -105,7 +70,7 @@ def passes(runner: ModelRunner, context: int) -> dict[str, Forward]:
 
     return {
         "a token": forward(1),
-        "a token and 12 nodes": forward(1, nodes),
+        "a token and 12 nodes": forward(1, tree_of(4, 3)),
         "a token of 8 requests": forward(1, num_requests=8),
         f"{_ROOM} tokens of a prompt": forward(_ROOM),
     }
@@ -120,13 +85,7 @@ def analyze(options: argparse.Namespace) -> dict[str, Any]:
     for context in options.contexts:
         by_form = {form: passes(runner, context) for form, runner in models.items()}
         for name in tqdm(by_form[EXPANDED], desc=f"{context} tokens", unit="pass"):
-            seconds: dict[str, list[float]] = {form: [] for form in models}
-            for turn in range(options.repeats + 1):
-                for form in models:
-                    began = time.perf_counter()
-                    by_form[form][name]()
-                    if turn:  # the first turn compiles
-                        seconds[form].append(time.perf_counter() - began)
+            seconds = in_turns({form: by_form[form][name] for form in models}, options.repeats)
             cells.append({"context": context, "pass": name, "seconds": seconds})
     for cell in cells:
         cell["over expanded"] = {

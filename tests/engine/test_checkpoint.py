@@ -12,6 +12,7 @@ import transformers
 
 from engine.errors import ConfigError
 from engine.models.checkpoint import Source, TokenRoles, context_length, length_remark, token_roles
+from engine.models.files import read_object
 
 WORDS = {"a": 5, "b": 6}
 
@@ -203,6 +204,17 @@ def test_unreadable_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json: cannot be used"):
         roles(source, 9)
+
+
+@pytest.mark.parametrize("largest", ["Infinity", '{"__float__": "Infinity"}'])
+def test_infinite_numbers_of_transformers_are_read(largest: str, tmp_path: Path) -> None:
+    """As releases before 5 write them, and as later ones."""
+    path = tmp_path / "config.json"
+    path.write_text(f'{{"time_step_limit": [0.0, {largest}]}}')
+    assert read_object(path) == {"time_step_limit": [0.0, float("inf")]}
+    path.write_text(f"[{largest}]")
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be used .it has no JSON object"):
+        read_object(path)
 
 
 @pytest.mark.parametrize(

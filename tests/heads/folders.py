@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,6 +25,26 @@ TARGET_WIDTH = 32
 TAPS = (1, 2, 4)
 TAPS_OF_CONV, GROUP, CANDIDATES, WINDOW = 2, 8, 6, 7
 """Sizes of heads that draft blocks."""
+
+
+class HybridParts(NamedTuple):
+    """Names of the parts of a hybrid's MTP module, and the types of its layers."""
+
+    enorm: str
+    hnorm: str
+    eh_proj: str
+    norm: str
+    layers: tuple[str, ...] = ("full_attention",)
+    added: int = 1
+    """Number that is added to weights of norms."""
+
+
+HYBRID_PARTS = {
+    "qwen": HybridParts("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+    "nemotron_h": HybridParts(
+        "layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", "layers.1.final_layernorm", ("full_attention", "moe"), 0
+    ),
+}
 
 
 @dataclass
@@ -302,25 +322,52 @@ def write_mtp(
     return Written(folder, tensors, {}, (NORMED,))
 
 
-def write_hybrid_mtp(folder: Path, vocabulary: int = 97) -> Written:
-    """Write a random Qwen3.5 with an MTP module, as it is published: a layer that attends."""
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+def write_hybrid_mtp(folder: Path, vocabulary: int = 97, name: str = "qwen3_5_text", stacked: bool = False) -> Written:
+    """Write a random hybrid with an MTP module, as it is published: a layer that attends, or two.
 
-    config = families.config("qwen3_5_text", vocab_size=vocabulary, mtp_num_hidden_layers=1)
+    name: its `model_type`; stacked: whether the module's experts are stored as two stacks.
+    """
+    config = families.config(name, vocab_size=vocabulary)
+    field = {"nemotron_h": "num_nextn_predict_layers", "qwen3_next": None}.get(name, "mtp_num_hidden_layers")
+    if field is not None:
+        setattr(config, field, 1)
     model = tiny.load_model(config, 31).model
     random, width = Random(), config.hidden_size
-    # Norms begin at zero. Else the module's norm would hide what the target's does.
-    model.model.norm.weight.data = random.normal(width, spread=0.3)
+    parts = HYBRID_PARTS["nemotron_h" if name == "nemotron_h" else "qwen"]
+    # Else the module's norm would hide what the target's does.
+    final_norm(model.model).weight.data += random.normal(width, spread=0.3)
     model.save_pretrained(folder)
-    attending = config.layer_types.index("full_attention")
-    layer = Qwen3_5DecoderLayer(config, attending).state_dict()
-    tensors = {f"mtp.layers.0.{name}": random.normal(*one.shape, spread=0.2) for name, one in layer.items()}
-    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        tensors[f"mtp.{name}.weight"] = random.normal(width, spread=0.3)
-    tensors["mtp.fc.weight"] = random.normal(width, 2 * width)
+    tensors = {}
+    for number, kind in enumerate(parts.layers):
+        layer = model.model.layers[config.layer_types.index(kind)].state_dict()
+        tensors |= {f"mtp.layers.{number}.{name}": random.normal(*one.shape, spread=0.2) for name, one in layer.items()}
+    for one in (parts.enorm, parts.hnorm, parts.norm):
+        tensors[f"mtp.{one}.weight"] = random.normal(width, spread=0.3)
+    tensors[f"mtp.{parts.eh_proj}.weight"] = random.normal(width, 2 * width)
     whole = folder / "model.safetensors"
-    save_file(load_file(whole) | tensors, whole, {"format": "pt"})
-    return Written(folder, tensors, {}, (NORMED,))
+    stored = tensors if stacked else experts_apart(tensors)
+    save_file(load_file(whole) | stored, whole, {"format": "pt"})
+    return Written(folder, tensors, {}, (NORMED,), {"parts": parts})
+
+
+def final_norm(body: Any) -> Any:
+    """Return the norm after the last layer of a model."""
+    return body.norm_f if hasattr(body, "norm_f") else body.norm
+
+
+def experts_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors with those of stacked experts by their numbers."""
+    result = {}
+    for name, tensor in tensors.items():
+        begin, is_expert, kind = name.partition(".experts.")
+        if not is_expert:
+            result[name] = tensor
+            continue
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        for number, expert in enumerate(tensor):
+            for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+                result[f"{begin}.experts.{number}.{part}.weight"] = rows.clone()
+    return result
 
 
 def load_target(written: Written) -> LoadedModel:

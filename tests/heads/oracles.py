@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.attention.attention import HOOK
 from engine.start.loading import LoadedModel
 from tests.engine import tiny
-from tests.heads.folders import EPS, HEAD_DIM, HEADS, KV_HEADS, Written
+from tests.heads.folders import EPS, HEAD_DIM, HEADS, KV_HEADS, Written, final_norm
 
 THETA = 500.0
 
@@ -21,7 +21,7 @@ def target_states(loaded: LoadedModel, tokens: Sequence[int], taps: Sequence[int
     """Return [T, taps * D] the target's states of a text, by transformers."""
     body = loaded.model.model
     before_norm: list[Tensor] = []
-    hook = body.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
+    hook = final_norm(body).register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
     loaded.model.set_attn_implementation("eager")
     with torch.inference_mode():
         ids = torch.tensor([tokens], device=tiny.DEVICE)
@@ -278,39 +278,41 @@ class Module:
 
 
 class HybridModule:
-    """An MTP module of Qwen3.5, from the beginning of the text at every node."""
+    """An MTP module of a hybrid, from the beginning of the text at every node."""
 
     def __init__(self, written: Written, of: LoadedModel) -> None:
-        from transformers.models.qwen3_5 import modeling_qwen3_5 as code
-
         config = copy.deepcopy(of.model.config)
-        config._attn_implementation = "eager"
-        self.of, self.tensors, self.eps = of, written.tensors, config.rms_norm_eps
-        self.block = code.Qwen3_5DecoderLayer(config, config.layer_types.index("full_attention"))
-        begin = "mtp.layers.0."
-        self.block.load_state_dict(
-            {n.removeprefix(begin): t for n, t in written.tensors.items() if n.startswith(begin)}
-        )
-        self.rotary = code.Qwen3_5TextRotaryEmbedding(config)
+        config._attn_implementation = config._experts_implementation = "eager"
+        self.of, self.tensors, self.parts = of, written.tensors, written.extra["parts"]
+        self.eps = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
+        self.blocks = []
+        for number, kind in enumerate(self.parts.layers):
+            place, begin = config.layer_types.index(kind), f"mtp.layers.{number}."
+            block = type(of.model.model.layers[place])(config, place)
+            named = {n.removeprefix(begin): t for n, t in written.tensors.items() if n.startswith(begin)}
+            block.load_state_dict({name: named[name] for name in block.state_dict()})
+            self.blocks.append(block)
+        rotary = getattr(of.model.model, "rotary_emb", None)
+        self.rotary = rotary and type(rotary)(config)
 
     def normed(self, rows_TD: Tensor, name: str) -> Tensor:
         scale_T1 = torch.rsqrt(rows_TD.pow(2).mean(-1, keepdim=True) + self.eps)
-        return rows_TD * scale_T1 * (1 + self.tensors[f"mtp.{name}.weight"])
+        return rows_TD * scale_T1 * (self.parts.added + self.tensors[f"mtp.{name}.weight"])
 
     @torch.inference_mode()
     def logits(self, text: Sequence[int], states: Tensor, path: Sequence[int]) -> Tensor:
         """Return [V] logits below a path; states: [>= text - 1, D] the target's normed ones."""
         tokens, state_TD = list(text[1:]), states[: len(text) - 1]
         for token in [*path, None]:
-            embedded_TD = self.normed(
-                self.of.model.get_input_embeddings()(torch.tensor(tokens)), "pre_fc_norm_embedding"
-            )
-            joined_TX = torch.cat([embedded_TD, self.normed(state_TD, "pre_fc_norm_hidden")], -1)
-            hidden_1TD = (joined_TX @ self.tensors["mtp.fc.weight"].T)[None]
+            embedded_TD = self.normed(self.of.model.get_input_embeddings()(torch.tensor(tokens)), self.parts.enorm)
+            joined_TX = torch.cat([embedded_TD, self.normed(state_TD, self.parts.hnorm)], -1)
+            hidden_1TD = (joined_TX @ self.tensors[f"mtp.{self.parts.eh_proj}.weight"].T)[None]
             places = torch.arange(1, len(tokens) + 1)[None]
             mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
-            output = self.block(hidden_1TD, self.rotary(hidden_1TD, places), attention_mask=mask)
-            output_TD = self.normed(output[0], "norm")
+            named = {} if self.rotary is None else {"position_embeddings": self.rotary(hidden_1TD, places)}
+            for block in self.blocks:
+                hidden_1TD = block(hidden_1TD, attention_mask=mask, **named)
+            output_TD = self.normed(hidden_1TD[0], self.parts.norm)
             if token is not None:
                 tokens, state_TD = [*tokens, token], torch.cat([state_TD, output_TD[-1:]])
         logits_V: Tensor = self.of.model.lm_head(output_TD[-1])

@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from engine.attention.tensors import NORMED
 from engine.config import MTP, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.drafting import reading
 from engine.drafting.eagle import EagleDrafter
 from engine.errors import ConfigError, LoadError
-from engine.heads.mtp import Mtp
+from engine.heads.config import HeadConfig
+from engine.heads.loading import build_head, shapes_of
+from engine.heads.mtp import Mtp, mtp_tensors, read_mtp
 from engine.models import taps
+from engine.models.wrappers import plain_name, wrapped_names
 from engine.scheduling.scheduler import Scheduler
 from engine.start.building import build_engine
 from engine.start.loading import LoadedModel
@@ -31,6 +35,7 @@ from tests.models import families
 from tests.wrong import instead
 
 Pair = tuple[LoadedModel, folders.Written]
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron_h")
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +60,22 @@ def test_logits_are_those_of_transformers_whatever_came_before(pair: Pair, name:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SPECULATIONS)
-def test_module_of_a_hybrid_target(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("speculation", SPECULATIONS)
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_module_of_a_hybrid_target(tmp_path: Path, name: str, speculation: str) -> None:
     """After chunks of prompts, shared beginnings, drafts and preemption."""
-    written = folders.write_hybrid_mtp(tmp_path / "target", VOCABULARY)
+    written = folders.write_hybrid_mtp(tmp_path / "target", VOCABULARY, name)
     target = folders.load_target(written)
-    recorder, texts = served(target, written, SPECULATIONS[name])
+    recorder, texts = served(target, written, SPECULATIONS[speculation])
     assert largest_error(target, written, oracles.HybridModule(written, target), recorder, texts) < 1e-3
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_greedy_answers_of_a_hybrid_with_its_module(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_greedy_answers_of_a_hybrid_with_its_module(tmp_path: Path, name: str) -> None:
     """Few tokens, so that a random module is right now and then."""
-    written = folders.write_hybrid_mtp(tmp_path / "target", 12)
+    written = folders.write_hybrid_mtp(tmp_path / "target", 12, name, stacked=True)
     target = folders.load_target(written)
     prompts = tiny.prompts(12, (3, 30, 41))
     expected = {str(i): families.generated(target, prompt, 24) for i, prompt in enumerate(prompts)}
@@ -168,7 +175,7 @@ def test_rules_with_target_shifts_are_refused_before_weights_are_read(tmp_path: 
         ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers is 0; only one MTP module is served"),
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; only one"),
         ({"quantization_config": {"quant_method": "fp8"}}, "of quantised checkpoints are not served"),
-        ({"model_type": "qwen3"}, "MTP modules are served in glm4_moe, qwen3_5_text, not in qwen3"),
+        ({"model_type": "qwen3"}, "MTP modules are served in glm4_moe, nemotron_h, .*, not in qwen3;"),
     ],
 )
 def test_targets_without_a_served_module_are_refused_before_weights_are_read(
@@ -201,3 +208,58 @@ def test_modules_that_are_not_whole_are_refused(tmp_path: Path, lost: str, reaso
     save_file(kept, path, {"format": "pt"})
     with pytest.raises(LoadError, match=reason):
         build_engine(config_of(written))
+
+
+@pytest.fixture(params=HYBRIDS[1:])
+def mixture(request: pytest.FixtureRequest) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """The config of a mixture's module, and its weights with experts by number."""
+    count = {"num_nextn_predict_layers" if request.param == "nemotron_h" else "mtp_num_hidden_layers": 1}
+    config = read_mtp("mixture", families.config(request.param, **count).to_dict())
+    return config, folders.experts_apart(
+        {f"mtp.{name}": torch.randn(size) for name, size in shapes_of(config, 1).items()}
+    )
+
+
+def test_experts_by_number_become_stacks(mixture: tuple[HeadConfig, dict[str, Tensor]]) -> None:
+    config, stored = mixture
+    head = build_head(config, 1, mtp_tensors(config, stored))
+    (experts,) = (module for name, module in head.named_modules() if name.endswith(".experts"))
+    parts = [stored[name] for part in ("gate", "up") for name in stored if f".experts.2.{part}_proj." in name]
+    (down,) = (tensor for name, tensor in stored.items() if ".experts.2.down_proj." in name)
+    stack = experts.gate_up_proj if len(parts) == 2 else experts.up_proj
+    assert stack[2].equal(torch.cat(parts))
+    assert experts.down_proj[2].equal(down)
+    assert len(head.kv_shape.layers) == 1  # experts store no K and V
+
+
+@pytest.mark.parametrize(
+    ("lost", "added", "reason"),
+    [
+        (".experts.2.up_proj.", "", "the MTP module has 3 of 4 experts .up_proj"),
+        (".gate.", "", "lacks tensors .layers.*gate.weight"),
+        (".experts.", "", "lacks tensors .layers.*experts.down_proj"),
+        ("nothing", "mtp.layers.0.router.weight", "has unknown tensors .layers.0.router.weight"),
+    ],
+)
+def test_mixtures_with_other_names_are_refused(
+    mixture: tuple[HeadConfig, dict[str, Tensor]], lost: str, added: str, reason: str
+) -> None:
+    config, stored = mixture
+    kept = {name: tensor for name, tensor in stored.items() if lost not in name}
+    if added:
+        kept[added] = torch.zeros(4, 32)
+    with pytest.raises(LoadError, match=reason):
+        build_head(config, 1, mtp_tensors(config, kept))
+
+
+def test_names_in_wrappers_are_those_of_the_plain_module() -> None:
+    config = read_mtp("module", families.config("qwen3_next").to_dict())
+    for name in wrapped_names("mtp.layers.0.input_layernorm.weight"):
+        assert list(mtp_tensors(config, {plain_name(name): torch.ones(1)})) == ["layers.0.input_layernorm.weight"]
+
+
+def test_layers_of_a_module_are_served_in_one_order() -> None:
+    raw = families.config("nemotron_h", num_nextn_predict_layers=1).to_dict() | {"mtp_layers_block_type": None}
+    assert read_mtp("module", raw | {"mtp_hybrid_override_pattern": "*E"}).layers.num_hidden_layers == 2
+    with pytest.raises(ConfigError, match=r"the MTP module has layers of .'moe', 'full_attention'., not"):
+        read_mtp("module", raw | {"mtp_hybrid_override_pattern": "E*"})

@@ -199,6 +199,8 @@ def wrapper_config(name: str, placeholders: dict[str, int], more: dict[str, Any]
     text = _text_fields(name, inner) | more
     encoder_type = base.vision_config.model_type if base.vision_config else f"{name}_vision"
     encoder = _ENCODER | {"model_type": encoder_type}
+    if encoder_type == "radio":
+        encoder |= {"mlp_ratio": 1.0, "video_temporal_patch_size": 2}
     tokens = {f"{kind}_token_{ending}": token for kind, token in placeholders.items() for ending in ("id", "index")}
     tokens = {field: token for field, token in tokens.items() if hasattr(base, field)}
     return transformers.AutoConfig.for_model(

@@ -149,6 +149,8 @@ def test_wrappers_own_fields_hold_for_its_text_model(folder: Path) -> None:
     assert text.eos_token_id == [7, 8]
     assert text.quantization_config["modules_to_not_convert"] == ["model.vision_model", "lm_head"]
     assert text_object(changed)["model_type"] == "llama"
+    named = {field.replace("text_config", "llm_config"): value for field, value in changed.items()}
+    assert text_object(named) == text_object(changed)
     assert plain_module("name", "ignore", "re:model.language_model.layers.0.*") == "re:model.layers.0.*"
     with pytest.raises(ConfigError, match="a pattern of the whole wrapper's modules"):
         plain_module("name", "ignore", "re:.*language_model.*q_proj")
