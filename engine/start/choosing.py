@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,8 @@ _NEEDED = {
     "reads_no_filter": {"distribution", "truncated", "nucleus"},
 }
 """Operations for each property of `Kernels`, which torch's do not have."""
+_ROUNDING = {"recur": 1e-5}
+"""Difference that rounding explains, of operations that add signed numbers in another order."""
 
 
 @cache
@@ -100,7 +102,7 @@ def find_fault(kernels: Kernels, name: str, operands: Sequence[tuple[Any, ...]])
         for case in operands:
             results = _results(getattr(kernels, name), case)
             expected = _results(getattr(TORCH, name), case)
-            if not all(map(_agree, results, expected)):
+            if not all(map(partial(_agree, atol=_ROUNDING.get(name, 1e-7)), results, expected)):
                 return "results differ from those of plain operations"
     except Exception as error:  # a kernel that cannot be compiled or run here
         for device in {tensor.device for tensor in _tensors_in(list(operands))}:
@@ -126,12 +128,12 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(getattr(value, field.name))
 
 
-def _agree(result: Tensor, expected: Tensor) -> bool:
+def _agree(result: Tensor, expected: Tensor, atol: float) -> bool:
     # Random numbers, and the largest numbers of rows.
     if result.dtype == expected.dtype == torch.float64:
         return torch.equal(result, expected)
     if result.is_floating_point() and result.dtype == expected.dtype:
-        return torch.allclose(result.float(), expected.float(), rtol=1e-4, atol=1e-7)
+        return torch.allclose(result.float(), expected.float(), rtol=1e-4, atol=atol)
     return torch.equal(result, expected)
 
 

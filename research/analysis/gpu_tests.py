@@ -29,6 +29,7 @@ FILES = (
     "cuda/test_layer_kernels",
     "kernels/test_block_kernels",
     "cuda/test_row_kernels",
+    "cuda/test_recurrence_kernels",
     "cuda/test_nucleus_kernels",
     "cuda/test_move_kernel",
     "cuda/test_parts",
