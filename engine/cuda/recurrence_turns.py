@@ -9,7 +9,8 @@ reads or stores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,17 @@ from engine.kernels.protocol import Ints, RecurrentSteps
 
 MOST_TOGETHER = 64
 """Most tokens of a turn that is computed as a product; the bits of a word."""
-_INPUT, _SOURCE, _NODE, _ROW, _SEAT, _CACHED = range(6)
+
+
+class _Step(NamedTuple):
+    """A step (`RecurrentSteps.steps`)."""
+
+    input: int
+    source: int
+    node: int
+    row: int
+    seat: int
+    cached: int
 
 
 class Turns(NamedTuple):
@@ -47,37 +58,38 @@ def turns_of(steps: RecurrentSteps, is_product: bool) -> Turns:
     is_product: with several paths of nodes together, and up to `MOST_TOGETHER` tokens, unless a
     path of nodes is longer. Else a turn has tokens of the text alone, or a single path.
     """
-    tokens: list[Ints] = []
+    # Lists: operations on many small arrays would take milliseconds.
+    every = [_Step(*column) for column in steps.steps.T.tolist()]
+    parts = [every[begin:end] for begin, end in pairwise(steps.begins.tolist())]
+    first_states = steps.first_states.tolist()
+    tokens: list[tuple[int, int, int]] = []
     turns: list[tuple[int, ...]] = []
     begins = [0]
-    count = 0
-    for numbers in _programs(steps):
+    for numbers in _programs(parts, first_states):
         for number in numbers:
-            first_state = int(steps.first_states[number])
-            columns = steps.steps[:, slice(*steps.begins[number : number + 2])]
+            source = first_states[number]
+            text = [step for step in parts[number] if step.node < 0]
             # The place in which a text's state lies between turns.
-            seat = max([-1, *columns[_SEAT:, columns[_NODE] < 0][:, -1:].flat])
-            for part, last in _parts(columns, is_product):
-                tokens.append(np.stack([part[_INPUT], part[_ROW], _bits(part, is_product)], axis=1))
-                places = {seat, *part[_SEAT:, last].tolist()} - {-1} if last >= 0 else ()
-                turns.append((count, part.shape[1], first_state, last, *[*places, -1, -1, -1][:3]))
-                count += part.shape[1]
-                first_state = seat if last >= 0 else first_state
+            seat = max(text[-1].seat, text[-1].cached) if text else -1
+            for turn, num_text in _turns(text, parts[number][len(text) :], is_product):
+                last = turn[num_text - 1]
+                places = {seat, last.seat, last.cached} - {-1} if num_text else ()
+                turns.append((len(tokens), len(turn), source, num_text - 1, *[*places, -1, -1, -1][:3]))
+                bits = _bits(turn, num_text) if is_product and len(turn) <= MOST_TOGETHER else [0] * len(turn)
+                tokens += [(step.input, step.row, on_path) for step, on_path in zip(turn, bits, strict=True)]
+                source = seat if num_text else source
         begins.append(len(turns))
-    return Turns(
-        np.concatenate([np.zeros((0, 3), dtype=np.int64), *tokens]),
-        np.array(turns, dtype=np.int64).reshape(-1, 7),
-        np.array(begins, dtype=np.int64),
-    )
+    arrays = (np.array(tokens, dtype=np.int64).reshape(-1, 3), np.array(turns, dtype=np.int64).reshape(-1, 7))
+    return Turns(*arrays, np.array(begins, dtype=np.int64))
 
 
-def _programs(steps: RecurrentSteps) -> list[list[int]]:
+def _programs(parts: Sequence[Sequence[_Step]], first_states: Sequence[int]) -> list[list[int]]:
     """Return the sequences of each program, in order."""
-    programs = list(range(len(steps.first_states)))
-    stored_B = [set(steps.steps[_SEAT:, slice(*steps.begins[number : number + 2])].flat) - {-1} for number in programs]
+    programs = list(range(len(parts)))
+    stored_B = [{place for step in part for place in (step.seat, step.cached)} - {-1} for part in parts]
     stored = set().union(*stored_B)
     user_of: dict[int, int] = {}
-    for number, first_state in enumerate(steps.first_states.tolist()):
+    for number, first_state in enumerate(first_states):
         for place in stored_B[number] | (stored & {first_state}):
             program, other = programs[number], programs[user_of.setdefault(place, number)]
             if program != other:
@@ -88,50 +100,47 @@ def _programs(steps: RecurrentSteps) -> list[list[int]]:
     return list(result.values())
 
 
-def _parts(columns: Ints, is_product: bool) -> Iterator[tuple[Ints, int]]:
-    """Yield (steps of a turn, its last token of the text or -1) of a sequence's steps."""
-    is_node = columns[_NODE] >= 0
-    text, nodes = columns[:, ~is_node], columns[:, is_node]
-    most = MOST_TOGETHER if is_product else columns.shape[1]
-    first, num_text = 0, text.shape[1]
-    for stop in [*(np.flatnonzero((text[_SEAT:] >= 0).any(axis=0)) + 1).tolist(), num_text]:
-        while first < stop:
-            end = min(stop, first + most)
-            part, last = text[:, first:end], end - first - 1
-            if is_product and end == num_text and part.shape[1] + nodes.shape[1] <= most:
-                part, nodes = np.concatenate([part, nodes], axis=1), nodes[:, :0]
-            yield part, last
-            first = end
-    for places in _packed(nodes, MOST_TOGETHER if is_product else 0):
-        yield nodes[:, places], -1
-        nodes[_ROW, places] = -1  # read once
+def _turns(text: list[_Step], nodes: list[_Step], is_product: bool) -> Iterator[tuple[list[_Step], int]]:
+    """Yield (steps of a turn, tokens of the text among them) of a sequence."""
+    turn: list[_Step] = []
+    for number, step in enumerate(text, 1):
+        turn.append(step)
+        is_last = number == len(text)
+        is_full = is_product and len(turn) == MOST_TOGETHER
+        if not (is_last or is_full or step.seat >= 0 or step.cached >= 0):
+            continue
+        if is_product and is_last and len(turn) + len(nodes) <= MOST_TOGETHER:
+            yield turn + nodes, len(turn)
+            return
+        yield turn, len(turn)
+        turn = []
+    for path in _packed(nodes, MOST_TOGETHER if is_product else 0):
+        yield path, 0
 
 
-def _packed(nodes: Ints, most: int) -> Iterator[list[int]]:
-    """Yield the nodes of turns by place: whole paths, one or together at most `most` nodes."""
-    sources = nodes[_SOURCE].tolist()
-    place_of = {node: place for place, node in enumerate(nodes[_NODE].tolist())}
+def _packed(nodes: Sequence[_Step], most: int) -> Iterator[list[_Step]]:
+    """Yield the nodes of turns: whole paths, one or together at most `most` nodes."""
+    step_of = {step.node: step for step in nodes}
     turn: dict[int, None] = {}
-    for leaf in sorted(place_of[node] for node in place_of.keys() - {*sources}):
+    for leaf in sorted(step_of.keys() - {step.source for step in nodes}):
         path = [leaf]
-        while sources[path[0]] >= 0:
-            path.insert(0, place_of[sources[path[0]]])
+        while step_of[path[0]].source >= 0:
+            path.insert(0, step_of[path[0]].source)
         if turn and len(turn | dict.fromkeys(path)) > most:
-            yield list(turn)
+            yield [step_of[node] for node in turn]
+            # A node is read once.
+            step_of |= {node: step_of[node]._replace(row=-1) for node in turn}
             turn = {}
         turn |= dict.fromkeys(path)
     if turn:
-        yield list(turn)
+        yield [step_of[node] for node in turn]
 
 
-def _bits(part: Ints, is_product: bool) -> Ints:
-    """Return the tokens on the path of each token of a turn that is a product."""
-    bits = np.zeros(part.shape[1], dtype=np.uint64)
-    if not is_product or len(bits) > MOST_TOGETHER:
-        return bits.view(np.int64)
-    num_text = int((part[_NODE] < 0).sum())
-    bits[:num_text] = np.uint64(2**64 - 1) >> np.arange(63, 63 - num_text, -1, dtype=np.uint64)
-    bits_of = {-1: bits[num_text - 1] if num_text else np.uint64(0)}
-    for place, (source, node) in enumerate(part[[_SOURCE, _NODE], num_text:].T.tolist(), num_text):
-        bits[place] = bits_of[node] = bits_of[source] | np.uint64(1) << np.uint64(place)
-    return bits.view(np.int64)
+def _bits(turn: Sequence[_Step], num_text: int) -> Iterator[int]:
+    """Yield the tokens on the path of each token of a turn, as a word with a sign."""
+    bits_of = {-1: (1 << num_text) - 1}
+    for place, step in enumerate(turn):
+        bits = (2 << place) - 1
+        if step.node >= 0:
+            bits = bits_of[step.node] = bits_of[step.source] | 1 << place
+        yield bits if bits < 1 << 63 else bits - (1 << 64)

@@ -130,12 +130,9 @@ def test_outputs_and_states_are_those_of_plain_operations(kind: str, name: str) 
     assert agrees(kind, PASSES[name])
 
 
-def siblings(right: Callable[..., Any], part: Any, is_product: bool) -> Any:
+def siblings(right: Callable[..., Any], turn: Any, num_text: int) -> Any:
     """A wrong variant: all tokens before a node are on its path."""
-    part = part.copy()
-    is_node = part[2] >= 0
-    part[1, is_node] = np.append([-1], part[2, is_node])[:-1]
-    return right(part, is_product)
+    return right([step._replace(source=step.node - 1) for step in turn], num_text)
 
 
 def over_nodes(right: Callable[..., Any], *given: Any) -> Turns:
