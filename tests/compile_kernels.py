@@ -209,10 +209,10 @@ def recurrence_kernels() -> Iterator[Callable[[], object]]:
             yield partial(compiled, _multiply_turns, arrays, constants, num_warps=8, num_stages=1)
         for key_block in (128, 256):
             constants = {"has_beta": has_beta, "key_block": key_block, "value_block": 4096 // key_block}
-            yield partial(compiled, _walk_turns, arrays, constants)
+            yield partial(compiled, _walk_turns, arrays, constants, num_stages=1)
     # Mamba 1: a channel is a head.
     constants = {"has_beta": False, "key_block": 16, "value_block": 1}
-    yield partial(compiled, _walk_turns, arrays, constants, num_warps=1)
+    yield partial(compiled, _walk_turns, arrays, constants, num_warps=1, num_stages=1)
 
 
 def distribution_kernels() -> Iterator[Callable[[], object]]:

@@ -228,8 +228,8 @@ def recur(
     value_block = min(max(1, _NUMBERS // key_block), triton.next_power_of_2(value_dim))
     grid = (turns.num_programs, num_heads, triton.cdiv(value_dim, value_block))
     num_warps = max(1, min(4, key_block * value_block // 512))
-    blocks = {"key_block": key_block, "value_block": value_block}
-    _walk_turns[grid](*operands, *sizes, num_rates, num_scales, has_beta=has_beta, num_warps=num_warps, **blocks)
+    options = {"key_block": key_block, "value_block": value_block, "num_warps": num_warps, "num_stages": 1}
+    _walk_turns[grid](*operands, *sizes, num_rates, num_scales, has_beta=has_beta, **options)
     return output_THV
 
 

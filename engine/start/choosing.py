@@ -181,13 +181,17 @@ def _recurrences(device: torch.device) -> Iterator[tuple[Any, ...]]:
 
     A text of two tokens continues from a state and stores another one twice; three nodes follow,
     two of them siblings. The second text continues from a state of the first. The third text begins
-    with zeros.
+    with zeros. Another pass, with a decay for each head, has a text of twenty tokens.
     """
     text = [(4, -1, -1, -1, -1, -1), (1, -1, -1, 0, 1, 2)]
     tree = [(2, -1, 0, 1, -1, -1), (0, 0, 1, 2, -1, -1), (3, 0, 2, 3, -1, -1)]
     others = [(5, -1, -1, 4, -1, 0), (2, -1, -1, 5, -1, -1)]
     columns = np.array([*text, *tree, *others], dtype=np.int64).T.copy()
-    steps = RecurrentSteps(columns, np.array([0, 5, 6, 7]), np.array([0, 2, -1]))
+    several = RecurrentSteps(columns, np.array([0, 5, 6, 7]), np.array([0, 2, -1]))
+    columns = np.full((6, 20), -1)
+    columns[0], columns[3] = np.arange(20) % 6, np.maximum(np.arange(20) - 14, -1)
+    columns[4, -1], columns[5, 10] = 1, 2
+    prompt = RecurrentSteps(columns, np.array([0, 20]), np.array([0]))
 
     def numbers(*shape: int) -> Tensor:
         return torch.arange(torch.Size(shape).numel(), device=device).mul(1.7).sin().view(shape)
@@ -205,7 +209,9 @@ def _recurrences(device: torch.device) -> Iterator[tuple[Any, ...]]:
             -numbers(heads, scales).abs(),
             numbers(3, heads, key_dim, value_dim),
         )
-        yield inputs_SW, query, scale, has_beta, states, steps
+        yield inputs_SW, query, scale, has_beta, states, several
+        if rates == scales == 1:
+            yield inputs_SW, query, scale, has_beta, states, prompt
 
 
 def cases(device: torch.device) -> Mapping[str, Sequence[tuple[Any, ...]]]:
