@@ -71,7 +71,9 @@ def turns_of(steps: RecurrentSteps, is_product: bool) -> Turns:
             text = [step for step in parts[number] if step.node < 0]
             # The place in which a text's state lies between turns.
             seat = max(text[-1].seat, text[-1].cached) if text else -1
-            for turn, num_text in _turns(text, parts[number][len(text) :], is_product):
+            own = list(_turns(text, parts[number][len(text) :], is_product))
+            assert seat >= 0 or not text or len(own) == 1, "a text of several turns has a place at its end"
+            for turn, num_text in own:
                 last = turn[num_text - 1]
                 places = {seat, last.seat, last.cached} - {-1} if num_text else ()
                 turns.append((len(tokens), len(turn), source, num_text - 1, *[*places, -1, -1, -1][:3]))

@@ -190,7 +190,7 @@ def _recurrences(device: torch.device) -> Iterator[tuple[Any, ...]]:
     several = RecurrentSteps(columns, np.array([0, 5, 6, 7]), np.array([0, 2, -1]))
     columns = np.full((6, 20), -1)
     columns[0], columns[3] = np.arange(20) % 6, np.maximum(np.arange(20) - 14, -1)
-    columns[4, -1], columns[5, 10] = 1, 2
+    columns[4, -1], columns[5, 17] = 1, 2
     prompt = RecurrentSteps(columns, np.array([0, 20]), np.array([0]))
 
     def numbers(*shape: int) -> Tensor:
