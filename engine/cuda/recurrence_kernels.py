@@ -70,7 +70,7 @@ def _walk_turns(
     scale = tl.load(scales + head * num_scales + line % num_scales)
     for number in range(tl.load(begins + program), tl.load(begins + program + 1)):
         turn = turns + number * 7
-        first, count, last = tl.load(turn), tl.load(turn + 1), tl.load(turn + 3)
+        first, count = tl.load(turn), tl.load(turn + 1)
         part, exists = _part(states, tl.load(turn + 2), head, num_heads, line, column, key_dim, value_dim)
         state = tl.load(part, mask=exists, other=0.0)
         for token in range(first, first + count):
@@ -91,7 +91,7 @@ def _walk_turns(
         tl.debug_barrier()
         for place in tl.static_range(4, 7):
             part, exists = _part(states, tl.load(turn + place), head, num_heads, line, column, key_dim, value_dim)
-            tl.store(part, state, mask=exists & (last >= 0))
+            tl.store(part, state, mask=exists)
         tl.debug_barrier()
 
 

@@ -124,7 +124,6 @@ def agrees(kind: str, texts: Sequence[Text]) -> bool:
 
 
 @pytest.mark.sole("kernels of recurrent layers")
-@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "name"), grid(CASES, {("GDN", "together"), ("KDA", "few")} if ON_CPU else CASES))
 def test_outputs_and_states_are_those_of_plain_operations(kind: str, name: str) -> None:
     assert agrees(kind, PASSES[name])
