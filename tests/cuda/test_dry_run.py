@@ -368,7 +368,8 @@ def test_comparisons_of_a_start_run(device: DryDevice) -> None:
     with instead(probe, "probe", lambda _, *operands, **named: _PROBE(*operands, **named)):
         engine = build(*dry.pair())
         assert engine.target.fast_paths == {"fast decoder": True, "paged attention": True}
-        assert build(dry.moved(families.family("gemma2"))).target.fast_paths["paged attention"]
+        for name in ("gemma2", "qwen3_5_text"):
+            assert build(dry.moved(families.family(name))).target.fast_paths["paged attention"]
 
 
 # -- wrong variants --------------------------------------------------------------------------------
