@@ -41,6 +41,7 @@ from engine.cuda.layer_kernels import (
 from engine.cuda.move_kernel import _keep
 from engine.cuda.nucleus_kernels import _edge, _narrow
 from engine.cuda.nucleus_kernels import _keep as _keep_nucleus
+from engine.cuda.recurrence_kernels import _multiply_turns, _walk_turns
 from engine.cuda.row_kernels import _draw, _softmax, _sum_exponentials, sum_tiles
 
 _ATTENTION = {
@@ -67,6 +68,7 @@ def compiled(
     constants: dict[str, Any],
     aligned: tuple[str, ...] = (),
     num_warps: int = 4,
+    num_stages: int = 3,
 ) -> Any:
     """Down to machine code; arguments without a type are 32-bit integers.
 
@@ -75,7 +77,9 @@ def compiled(
     signature = {name: types.get(name, "i32") for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    code = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, "num_stages": num_stages}
+    )
     assert code.asm["cubin"]
     assert code.metadata.shared <= _SHARED_BYTES
     usage = resources(code)
@@ -195,6 +199,22 @@ def model_kernels() -> Iterator[Callable[[], object]]:
         yield partial(compile_attention, own, "*bf16", 6, groups)
 
 
+def recurrence_kernels() -> Iterator[Callable[[], object]]:
+    """Yield compilations of the kernels of recurrent layers, in the sizes of served models."""
+    arrays = dict.fromkeys(("inputs", "query", "scales", "states", "output"), "*fp32")
+    arrays |= dict.fromkeys(("tokens", "turns", "begins"), "*i64")
+    for has_beta in (True, False):
+        for rows in (16, 64):
+            constants = {"has_beta": has_beta, "rows": rows, "lines": 16, "value_block": 32}
+            yield partial(compiled, _multiply_turns, arrays, constants, num_warps=8, num_stages=1)
+        for key_block in (128, 256):
+            constants = {"has_beta": has_beta, "key_block": key_block, "value_block": 4096 // key_block}
+            yield partial(compiled, _walk_turns, arrays, constants, num_stages=1)
+    # Mamba 1: a channel is a head.
+    constants = {"has_beta": False, "key_block": 16, "value_block": 1}
+    yield partial(compiled, _walk_turns, arrays, constants, num_warps=1, num_stages=1)
+
+
 def distribution_kernels() -> Iterator[Callable[[], object]]:
     """Yield compilations of the kernels of distributions and verdicts."""
     rows = dict.fromkeys(("logits", "temperatures", "probs", "largest", "totals", "edges"), "*fp32")
@@ -237,7 +257,7 @@ def distribution_kernels() -> Iterator[Callable[[], object]]:
 def main() -> None:
     """Compile all kernels."""
     with ThreadPoolExecutor() as pool:
-        compilations = [*model_kernels(), *distribution_kernels()]
+        compilations = [*model_kernels(), *recurrence_kernels(), *distribution_kernels()]
         for running in [pool.submit(compilation) for compilation in compilations]:
             running.result()
 

@@ -12,8 +12,10 @@ from torch import Tensor
 # Pointers of kernels by the type of their numbers.
 _TYPES: dict[torch.dtype, str] = {
     torch.int32: "shares pages starts counts first_keys ends num_keys node_positions limits",
-    torch.int64: "words slots moves lowest top_ks target_rows draft_rows lengths requests accepted tokens verdict",
-    torch.float32: "lse largest totals edges temperatures probs top_ps kept target draft scales",
+    torch.int64: (
+        "words slots moves lowest top_ks target_rows draft_rows lengths requests accepted tokens verdict turns begins"
+    ),
+    torch.float32: "lse largest totals edges temperatures probs top_ps kept target draft scales inputs states",
     torch.float8_e4m3fn: "rounded",
     torch.float64: (
         "surplus_sums target_sums uniforms log_ratios log_ceilings accept_numbers residual_numbers score_numbers scores"
@@ -48,7 +50,10 @@ _OWN_STRIDES = {
     ("_narrow", "numbers"),
 }
 """Arguments whose rows may lie apart, because their strides are arguments, too."""
-_POWERS = ("block", "tile", "tiles", "parts", "columns", "most", "rows", "key_block", "value_block", "tile_keys")
+_POWERS = (
+    *("block", "tile", "tiles", "parts", "columns", "most", "rows", "lines"),
+    *("key_block", "value_block", "tile_keys"),
+)
 """Constants that size tiles: powers of two."""
 _OPTIONS = ("num_warps", "num_stages")
 _MOST_NUMBERS = 1 << 20

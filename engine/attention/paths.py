@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.attention.inputs import Ints, StepLayout
 from engine.attention.states import StateSizes
 from engine.kernels.protocol import RecurrentSteps
+from engine.kernels.transfer import to_device_at_once
 from engine.plan import StatePlaces
 
 
@@ -38,8 +39,10 @@ class Windows(NamedTuple):
 class Paths:
     """Paths of the rows of a pass."""
 
-    def __init__(self, layout: StepLayout, sizes: StateSizes) -> None:
+    def __init__(self, layout: StepLayout, sizes: StateSizes, device: torch.device) -> None:
+        """device: of the storage, to which each index is copied once."""
         self._layout = layout
+        self._device = device
         self._texts = [_places_of(layout, number, sizes.num_seats) for number in range(len(layout.counts))]
         first_B = layout.ends - layout.num_inputs_B
         num_cached_B = [len(sequence.nodes.cached_depths) for sequence in layout.sequences]
@@ -55,15 +58,17 @@ class Paths:
         self._windows: dict[int, Windows] = {}
         seat_B = np.array([text.seat for text in self._texts], dtype=np.int64) * sizes.num_nodes
         node_S = np.arange(num_rows, self._num_inputs) - np.repeat(self._first_stored_B, self._num_stored_B)
-        self.stored_S = torch.from_numpy(np.repeat(seat_B, self._num_stored_B) + node_S)
-        """Slots of the stored nodes."""
-        self.sources_B = torch.tensor([max(0, text.source) for text in self._texts])
-        """Place of the state from which each sequence starts; any if it starts from nothing."""
+        stored_S = np.repeat(seat_B, self._num_stored_B) + node_S
+        sources_B = np.array([max(0, text.source) for text in self._texts])
         row_T = np.arange(num_rows) - layout.starts[self._sequence_T]
         node_T = row_T - layout.num_inputs_B[self._sequence_T] + np.array(num_cached_B)[self._sequence_T]
         is_node_T = (row_T >= layout.num_inputs_B[self._sequence_T]) & (node_T < sizes.num_nodes)
-        self.node_rows_N = torch.from_numpy(np.flatnonzero(is_node_T))
-        self.node_slots_N = torch.from_numpy((seat_B[self._sequence_T] + node_T)[is_node_T])
+        node_rows_N = np.flatnonzero(is_node_T)
+        node_slots_N = (seat_B[self._sequence_T] + node_T)[is_node_T]
+        places = to_device_at_once((stored_S, sources_B, node_rows_N, node_slots_N), device)
+        self.stored_S, self.sources_B, self.node_rows_N, self.node_slots_N = places
+        """Slots of the stored nodes; place of the state from which each sequence starts, any
+        if it starts from nothing; rows of drafted nodes, and their slots."""
 
     def windows(self, size: int) -> Windows:
         """Return what a convolution of this many tokens reads."""
@@ -108,7 +113,8 @@ class Paths:
                 stored[place] = self._numbers(np.array(number), np.arange(end - size + 1, end), before_BW)
         stored_PW = np.array([*stored.values()], dtype=np.int64).reshape(-1, size - 1)
         numbers_TK = self._numbers(self._sequence_T[:, None], index_TK, before_BW)
-        return Windows(*map(torch.from_numpy, (numbers_TK, is_text_TK, np.array([*stored], dtype=np.int64), stored_PW)))
+        arrays = (numbers_TK, is_text_TK, np.array([*stored], dtype=np.int64), stored_PW)
+        return Windows(*to_device_at_once(arrays, self._device))
 
     def _numbers(self, sequence: Ints, index: Ints, before_BW: Ints) -> Ints:
         """Return the numbers of inputs; index: place in the sequence, with nodes after the text."""

@@ -112,7 +112,8 @@ class PathCalls:
         before = states[self._paths.sources_B].flatten(0, 1)
         inputs = torch.cat([rows_TC.to(nodes.dtype), nodes[self._paths.stored_S], before])
         # The terms are added in one order, so that a row's bits do not depend on other rows.
-        result_TC = torch.zeros(rows_TC.shape) if bias_C is None else bias_C.float().expand(rows_TC.shape).clone()
+        start_C = weight_KC.new_zeros(1) if bias_C is None else bias_C.float()
+        result_TC = start_C.expand(rows_TC.shape).clone()
         for number_T, is_text_T, weight_C in zip(windows.numbers_TK.T, windows.is_text_TK.T, weight_KC, strict=True):
             result_TC.addcmul_(inputs[number_T].float() * is_text_T[:, None], weight_C)
         result_TC = result_TC.to(weight_CK.dtype)

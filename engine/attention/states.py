@@ -15,9 +15,11 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from engine.attention.zeros import zeros
+from engine.kernels.transfer import to_device
 
 
 class CallShape(NamedTuple):
@@ -68,9 +70,9 @@ class States:
 
     def keep(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Move inputs of nodes. moves: (seat, from node, to node)."""
-        if not moves:
+        if not (moves and self.calls):
             return
-        seat, source, destination = torch.tensor(moves).unbind(1)
+        seat, source, destination = to_device(np.array(moves), self.calls[0][0].device).unbind(1)
         first = seat * self.sizes.num_nodes
         for inputs, _ in self.calls:
             inputs[first + destination] = inputs[first + source]

@@ -10,9 +10,19 @@ import torch
 from torch import Tensor
 
 from engine.cpu.compiled import random_numbers
-from engine.cuda import block_kernels, move_kernel, nucleus_kernels, row_kernels
+from engine.cuda import block_kernels, move_kernel, nucleus_kernels, recurrence_kernels, row_kernels
 from engine.cuda.row_kernels import Subtracted
-from engine.kernels.protocol import ChainNoise, Chains, ChainVerdict, Filters, Floats, Ints, KVMoves, ProbsTable
+from engine.kernels.protocol import (
+    ChainNoise,
+    Chains,
+    ChainVerdict,
+    Filters,
+    Floats,
+    Ints,
+    KVMoves,
+    ProbsTable,
+    RecurrentSteps,
+)
 from engine.kernels.torch_kernels import Kernels
 
 _USUAL_MOVES = 32
@@ -58,6 +68,17 @@ class TritonKernels(Kernels):
     def uniform(self, seed_C: Ints, position_C: Ints, purpose_P: Ints, rank_C: Ints, length: int) -> Floats:
         # The numbers are made on the host.
         return random_numbers.uniform(seed_C, position_C, purpose_P, rank_C, length)
+
+    def recur(
+        self,
+        inputs_SW: Tensor,
+        query_TGK: Tensor,
+        scale_HX: Tensor,
+        has_beta: bool,
+        states_PHKV: Tensor,
+        steps: RecurrentSteps,
+    ) -> Tensor:
+        return recurrence_kernels.recur(inputs_SW, query_TGK, scale_HX, has_beta, states_PHKV, steps)
 
     def move(self, storages: Sequence[Tensor], moves: Sequence[KVMoves]) -> None:
         move_SM2 = torch.from_numpy(_padded(moves)).to(storages[0].device, non_blocking=True)

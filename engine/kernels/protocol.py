@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -208,3 +208,5 @@ class RecurrentSteps:
     """[B + 1] First step of each sequence, and the number of steps."""
     first_states: Ints
     """[B] Place of the state before the first step; -1 for zeros."""
+    on_device: dict[Any, Any] = field(default_factory=dict)
+    """Operands that a device's kernel has made of the steps, for all layers of the pass."""

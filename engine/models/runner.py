@@ -214,7 +214,7 @@ class ModelRunner:
     def _metadata(self, layout: StepLayout, tensors: DevicePass) -> AttentionMetadata:
         if self.backend.reads_pages:
             return AttentionMetadata(self.storage, tensors.slots_T, layout=layout, page_size=self.block_size)
-        paths = Paths(layout, self.storage.states.sizes) if self._is_recurrent else None
+        paths = Paths(layout, self.storage.states.sizes, self.device) if self._is_recurrent else None
         if self.paged_kernel is not None:
             return replace(self.paged_metadata(tensors.slots_T, tensors.paged), paths=paths)
         slots = _as_slice(layout.slots_T)

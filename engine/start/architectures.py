@@ -60,16 +60,9 @@ def check_config(name: str, config: Any) -> None:
         raise ConfigError(f"{name}: {refusal(config.model_type, FITTING_MODEL_TYPES)}")
 
 
-def check_machine(name: str, config: Any, device_type: str, num_ranks: int) -> None:
-    """Raise ConfigError for a model with recurrent layers that is not served by one CPU process."""
-    if config.model_type not in RECURRENT_MODEL_TYPES:
-        return
-    if device_type != "cpu":
-        raise ConfigError(
-            f"{name}: {config.model_type} has recurrent layers or short convolutions, which have no kernels for "
-            f"{device_type}; serve it with --device cpu"
-        )
-    if num_ranks > 1:
+def check_ranks(name: str, config: Any, num_ranks: int) -> None:
+    """Raise ConfigError for a model with recurrent layers that is to be split."""
+    if num_ranks > 1 and config.model_type in RECURRENT_MODEL_TYPES:
         raise ConfigError(
             f"{name}: {config.model_type} has recurrent layers, which are not split; leave --tensor-parallel-size out"
         )

@@ -203,8 +203,11 @@ class _Assembly:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether steps are recorded and replayed."""
-        are_replayed = all(is_replayed(part.model, part.choice) for part in self.parts)
+        """Whether steps are recorded and replayed.
+
+        Steps of recurrent layers are not: their work depends on the places of each pass.
+        """
+        are_replayed = all(is_replayed(part.model, part.choice) and not part.shape.calls for part in self.parts)
         return are_replayed and not self.config.model.enforce_eager
 
     def runners(self, num_blocks: Sequence[int]) -> list[ModelRunner]:

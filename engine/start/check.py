@@ -21,7 +21,7 @@ from engine.models.gguf.weights import check_types, file_behind, tensors_of
 from engine.models.importing import import_transformers
 from engine.models.kinds import may_decode
 from engine.models.wrappers import wrapper_of
-from engine.start.architectures import check_config, check_machine, read_config
+from engine.start.architectures import check_config, read_config
 from engine.start.loading import adopt
 from engine.start.number_formats import arithmetic_dtype, choose_device, file_dtype
 from engine.start.probe import find_kv_shape
@@ -52,7 +52,6 @@ def describe(name: str, revision: str | None, wanted_device: str) -> Iterator[st
     config = read_config(folder, revision)
     check_config(name, config)
     device = choose_device(wanted_device)
-    check_machine(name, config, device.type, 1)
     wrapper = wrapper_of(config)
     part = f", the text part of {wrapper}; images are refused" if wrapper else ""
     yield f"served: {config.model_type}{part}"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,8 @@ _NEEDED = {
     "reads_no_filter": {"distribution", "truncated", "nucleus"},
 }
 """Operations for each property of `Kernels`, which torch's do not have."""
+_ROUNDING = {"recur": 1e-5}
+"""Difference that rounding explains, of operations that add signed numbers in another order."""
 
 
 @cache
@@ -100,7 +102,7 @@ def find_fault(kernels: Kernels, name: str, operands: Sequence[tuple[Any, ...]])
         for case in operands:
             results = _results(getattr(kernels, name), case)
             expected = _results(getattr(TORCH, name), case)
-            if not all(map(_agree, results, expected)):
+            if not all(map(partial(_agree, atol=_ROUNDING.get(name, 1e-7)), results, expected)):
                 return "results differ from those of plain operations"
     except Exception as error:  # a kernel that cannot be compiled or run here
         for device in {tensor.device for tensor in _tensors_in(list(operands))}:
@@ -126,12 +128,12 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(getattr(value, field.name))
 
 
-def _agree(result: Tensor, expected: Tensor) -> bool:
+def _agree(result: Tensor, expected: Tensor, atol: float) -> bool:
     # Random numbers, and the largest numbers of rows.
     if result.dtype == expected.dtype == torch.float64:
         return torch.equal(result, expected)
     if result.is_floating_point() and result.dtype == expected.dtype:
-        return torch.allclose(result.float(), expected.float(), rtol=1e-4, atol=1e-7)
+        return torch.allclose(result.float(), expected.float(), rtol=1e-4, atol=atol)
     return torch.equal(result, expected)
 
 
@@ -179,13 +181,17 @@ def _recurrences(device: torch.device) -> Iterator[tuple[Any, ...]]:
 
     A text of two tokens continues from a state and stores another one twice; three nodes follow,
     two of them siblings. The second text continues from a state of the first. The third text begins
-    with zeros.
+    with zeros. Another pass, with a decay for each head, has a text of twenty tokens.
     """
     text = [(4, -1, -1, -1, -1, -1), (1, -1, -1, 0, 1, 2)]
     tree = [(2, -1, 0, 1, -1, -1), (0, 0, 1, 2, -1, -1), (3, 0, 2, 3, -1, -1)]
     others = [(5, -1, -1, 4, -1, 0), (2, -1, -1, 5, -1, -1)]
     columns = np.array([*text, *tree, *others], dtype=np.int64).T.copy()
-    steps = RecurrentSteps(columns, np.array([0, 5, 6, 7]), np.array([0, 2, -1]))
+    several = RecurrentSteps(columns, np.array([0, 5, 6, 7]), np.array([0, 2, -1]))
+    columns = np.full((6, 20), -1)
+    columns[0], columns[3] = np.arange(20) % 6, np.maximum(np.arange(20) - 14, -1)
+    columns[4, -1], columns[5, 17] = 1, 2
+    prompt = RecurrentSteps(columns, np.array([0, 20]), np.array([0]))
 
     def numbers(*shape: int) -> Tensor:
         return torch.arange(torch.Size(shape).numel(), device=device).mul(1.7).sin().view(shape)
@@ -203,7 +209,9 @@ def _recurrences(device: torch.device) -> Iterator[tuple[Any, ...]]:
             -numbers(heads, scales).abs(),
             numbers(3, heads, key_dim, value_dim),
         )
-        yield inputs_SW, query, scale, has_beta, states, steps
+        yield inputs_SW, query, scale, has_beta, states, several
+        if rates == scales == 1:
+            yield inputs_SW, query, scale, has_beta, states, prompt
 
 
 def cases(device: torch.device) -> Mapping[str, Sequence[tuple[Any, ...]]]:

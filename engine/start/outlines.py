@@ -22,7 +22,7 @@ from engine.models.quantising import check_quantised, stored_method
 from engine.models.rope import limit_reason, original_length
 from engine.models.weight_files import check_weight_files
 from engine.models.wrappers import placeholders_of
-from engine.start.architectures import check_config, check_machine, read_config
+from engine.start.architectures import check_config, check_ranks, read_config
 from engine.start.number_formats import by_torchao, choose_device, draft_model_config, file_dtype
 
 
@@ -103,7 +103,7 @@ def _outline(name: str, revision: str | None, wanted: ModelConfig, num_ranks: in
     device = choose_device(wanted.device)
     config = read_config(name, revision)
     check_config(name, config)
-    check_machine(name, config, device.type, num_ranks)
+    check_ranks(name, config, num_ranks)
     is_by_torchao = by_torchao(wanted.weights, config, device)
     check_quantised(name, config, wanted, num_ranks, device, is_by_torchao)
     if Path(name).is_dir():

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
@@ -24,7 +25,7 @@ from engine.attention.groups import ScoreOptions
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput, build
 from engine.attention.paged import Paged, upload
 from engine.attention.tensors import KVShape, KVTensors
-from engine.kernels.protocol import Filters
+from engine.kernels.protocol import Filters, RecurrentSteps
 from engine.speculation.topology import drawn_tree
 from research.analysis.gpu_results import SectionResults
 
@@ -256,5 +257,32 @@ def sampling(times: KernelTimes) -> None:
         times.add(f"draw, {count} rows", [draw], logits.numel() * 4)
 
 
-MEASURED = (attention, sampling, layers, products)
+def recurrences(times: KernelTimes) -> None:
+    """Measure a gated delta net in the sizes of Qwen3.5-9B: texts with or without trees."""
+    from engine.cuda.kernels import TritonKernels
+
+    groups, heads, dim = (16, 32, 128) if times.on_cuda else (1, 2, 16)
+    tree = tuple(node - 1 if node % 5 else -1 for node in range(20))
+    cases = ((1, 1, ()), (1, 1, tree), (16, 1, ()), (16, 4, tree), (1, 2048, ())) if times.on_cuda else ((2, 5, (-1,)),)
+    for count, num_tokens, parents in cases:
+        size = num_tokens + len(parents)
+        columns = np.full((6, count, size), -1)
+        columns[0] = columns[3] = np.arange(count * size).reshape(count, size)
+        columns[1:3, :, num_tokens:] = np.array([parents, range(len(parents))], dtype=np.int64)[:, None]
+        columns[4, :, num_tokens - 1] = np.arange(count)
+        steps = RecurrentSteps(columns.reshape(6, -1), np.arange(count + 1) * size, np.arange(count))
+        rows = count * size
+        inputs = 0.1 * times.randn(rows, (groups + heads) * dim + 2 * heads, dtype=torch.float32)
+        inputs[:, -2 * heads :].abs_()
+        query, states = (
+            times.randn(one, own, *shape, dtype=torch.float32)
+            for one, own, shape in ((rows, groups, (dim,)), (count, heads, (dim, dim)))
+        )
+        scale = -torch.ones(heads, 1, device=times.device)
+        run = partial(TritonKernels().recur, inputs, query, scale, True, states, steps)
+        name = f"recurrence, {count} texts of {num_tokens} tokens with {len(parents)} nodes"
+        times.add(name, [run], 2 * states.numel() * 4)
+
+
+MEASURED = (attention, sampling, layers, products, recurrences)
 """Most telling first."""

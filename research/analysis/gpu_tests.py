@@ -25,6 +25,7 @@ FILES = (
     "cuda/test_recorded_steps",
     "cuda/test_recorded_heads",
     "cuda/test_attention_kernel",
+    "cuda/test_recurrence_kernels",
     "cuda/test_recording",
     "cuda/test_layer_kernels",
     "kernels/test_block_kernels",

@@ -48,7 +48,7 @@ class Model:
 
     def outputs(self, sequences: Sequence[SequenceInput]) -> torch.Tensor:
         layout = build(sequences, 4)
-        calls = PathCalls(self.storage, Paths(layout, self.storage.states.sizes))
+        calls = PathCalls(self.storage, Paths(layout, self.storage.states.sizes, CPU))
         ids_T = torch.from_numpy(layout.token_ids_T)
         *rows, scale = self.table
         inputs_TC = self.table.packed()[ids_T]
@@ -131,7 +131,7 @@ def test_outputs_are_those_of_plain_decoding_to_the_bit(passes: str) -> None:
 def test_room_does_not_grow_with_texts() -> None:
     """A pass repeats no token, and storage has inputs of nodes alone."""
     layout = build([SequenceInput([7], 32_000, range(2001), NO_NODES, slice(0, None))], 16)
-    assert Paths(layout, StateSizes()).steps.steps.shape[1] == 1
+    assert Paths(layout, StateSizes(), CPU).steps.steps.shape[1] == 1
     shape = find_kv_shape(families.family("mamba2"))
     few, many = (KVTensors(shape, num_slots, torch.float32, CPU) for num_slots in (16, 32_000))
     assert stored_bytes(few) == stored_bytes(many) > 0

@@ -275,8 +275,8 @@ WAITING_FAMILIES = {
     "phimoe": r"modeling_phimoe\.py, line \d+ \(freqs = .*inv_freq\.to\(device=x\.device",
 }
 
-# The attention kernel has no masks of chunks, so Llama 4 is not recorded. Recurrent layers are
-# refused on a device.
+# The attention kernel has no masks of chunks, so Llama 4 is not recorded. Recurrent layers are not,
+# because their work depends on the places of a pass.
 RECORDED_FAMILIES = sorted({*families.NAMES} - {"llama4_text", *RECURRENT_MODEL_TYPES})
 
 
@@ -298,6 +298,23 @@ def test_every_family_is_recorded_or_served_without_recordings(
         found = costs(device, engine)
     assert found.replays == (0 if waits else 2)
     assert waits or (found.reads, found.waits) == (1, 0), device.places
+
+
+@pytest.mark.sole("recurrent layers, in the dry run")
+@pytest.mark.parametrize("name", grid(sorted(RECURRENT_MODEL_TYPES), {"mamba2"}))
+def test_recurrent_layers_copy_and_read_once_a_pass(device: DryDevice, name: str) -> None:
+    """The indices of all layers go to the device in three copies; nothing is recorded."""
+    engine = build(dry.moved(families.family(name)))
+    assert engine.recorded.num_recorded == 0
+    with asking(engine, tiny.OFF):
+        costs(device, engine)
+        found = costs(device, engine)
+    has_turns = any(device.counts[kernel] for kernel in ("_walk_turns", "_multiply_turns"))
+    assert has_turns or name.startswith("lfm")
+    assert found == Costs(reads=1, waits=0, pinned=4 + has_turns, replays=0), device.places
+    device.counts.clear()
+    engine.target.storage.states.keep([(0, 3, 1)])
+    assert device.counts == {"pinned copy": 1}
 
 
 @pytest.mark.slow
@@ -351,7 +368,8 @@ def test_comparisons_of_a_start_run(device: DryDevice) -> None:
     with instead(probe, "probe", lambda _, *operands, **named: _PROBE(*operands, **named)):
         engine = build(*dry.pair())
         assert engine.target.fast_paths == {"fast decoder": True, "paged attention": True}
-        assert build(dry.moved(families.family("gemma2"))).target.fast_paths["paged attention"]
+        for name in ("gemma2", "qwen3_5_text"):
+            assert build(dry.moved(families.family(name))).target.fast_paths["paged attention"]
 
 
 # -- wrong variants --------------------------------------------------------------------------------

@@ -212,6 +212,8 @@ def test_every_kernel_compiles_for_hopper() -> None:
         "_rotate_and_write": 6,
         "_gate": 3,
         "_round_rows": 1,
+        "_multiply_turns": 4,
+        "_walk_turns": 5,
         "_sum_exponentials": 2,
         "_softmax": 2,
         "_narrow": 2,

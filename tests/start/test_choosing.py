@@ -30,7 +30,10 @@ DEVICE = tiny.DEVICE
 CASES = cases(DEVICE)
 OWN = {
     "Numba": ("distribution", "draw", "race", "decide", "recur", "uniform"),
-    "Triton": ("softmax", "truncated", "draw", "nucleus", "draw_residual", "race", "winners", "uniform", "move"),
+    "Triton": (
+        *("softmax", "truncated", "draw", "nucleus", "draw_residual", "race", "winners"),
+        *("recur", "uniform", "move"),
+    ),
 }
 EVERY = [(compiler, name) for compiler, names in OWN.items() for name in names]
 
