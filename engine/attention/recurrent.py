@@ -24,6 +24,8 @@ from engine.attention.states import CallShape
 from engine.attention.tensors import KVTensors
 
 _REPLACED = "_polydraft_replaced"
+_NUMBERS_OF_VECTORS = 64
+"""Multiple of the numbers that a CPU computes together."""
 
 
 class Operands(NamedTuple):
@@ -215,7 +217,17 @@ def _selective(right: Callable[..., Any]) -> Callable[..., Any]:
 
 def _time_step(dt: Tensor, bias: Tensor | None, is_softplus: bool) -> Tensor:
     dt = dt if bias is None else dt + bias.to(dt.dtype)
-    return (torch.nn.functional.softplus(dt) if is_softplus else dt).float()
+    return (_softplus(dt) if is_softplus else dt).float()
+
+
+def _softplus(numbers: Tensor) -> Tensor:
+    """Return softplus(x), of numbers that zeros follow, so that all fill vectors.
+
+    Torch computes numbers that fill none by other instructions, so a row would depend on others.
+    """
+    flat = numbers.flatten()
+    padded = torch.nn.functional.pad(flat, (0, -len(flat) % _NUMBERS_OF_VECTORS))
+    return torch.nn.functional.softplus(padded)[: len(flat)].view(numbers.shape)
 
 
 def _with_skip(output: Tensor, rows: Tensor, skip: Tensor | None) -> Tensor:

@@ -71,12 +71,8 @@ class KVShape:
     """Taps whose hidden states are stored with K and V."""
     calls: tuple[CallShape, ...] = ()
     """Calls of recurrent layers, in order."""
-
-    @property
-    def attends_to_latents(self) -> bool:
-        """Return whether every layer that attends stores latents."""
-        attended = [layer for number, layer in self.layers.items() if number >= 0]
-        return bool(attended) and all(layer.is_latent for layer in attended)
+    are_scores_plain: bool = True
+    """Whether no layer has a softcap, sinks or chunks."""
 
     @classmethod
     def equal(cls, num_layers: int, num_kv_heads: int, key_dim: int, value_dim: int) -> KVShape:

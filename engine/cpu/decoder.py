@@ -145,21 +145,7 @@ class CpuDecoder(Backend):
 
     def _put_product(self, field: int, product: Product) -> None:
         """Point the table to the pieces of a product, and to its biases."""
-        most_pieces = max(map(len, product.layers), default=0)
-        pieces = np.zeros((len(product.layers), most_pieces, pass_table.PIECE), dtype=np.int64)
-        for layer, layer_pieces in enumerate(product.layers):
-            for number, piece in enumerate(layer_pieces):
-                pieces[layer, number] = [
-                    weights.function_of(piece.form).address,
-                    piece.words.ctypes.data,
-                    piece.scales.ctypes.data,
-                    product.bias[layer].ctypes.data,
-                    *piece.words.shape[:2],
-                    *piece.scales.shape[1:],
-                    piece.first,
-                    piece.step,
-                ]
-        self._put(field, pieces, product.bias)
+        self._put(field, product.table(), product.bias)
 
     def _put_constants(self, model: Any) -> None:
         config = model.config
@@ -195,7 +181,7 @@ class CpuDecoder(Backend):
             self._table[place] = 0
             self._table[place, : 1 + array.ndim] = [array.ctypes.data, *array.shape]
 
-    def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
+    def prepare(self) -> int:
         """Drop weights of linear layers and embeddings; copy others out of the file."""
         for module in self._model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):

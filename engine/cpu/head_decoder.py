@@ -7,7 +7,7 @@ of a text with them, and a head whose numbers differ runs through its modules.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,7 @@ from engine.config import ModelConfig
 from engine.cpu.compiled import head_phases, model_pass, pass_table
 from engine.cpu.compiled.shared_work import TEAM
 from engine.cpu.decoder import NO_STATES, CpuDecoder, parts_of
+from engine.cpu.products import BlockWeight, lay_out
 from engine.cpu.weights import Array, Product, aligned, forms_of, rounds_rows
 from engine.heads.config import BlockConfig
 from engine.heads.dflash import DFlash
@@ -30,7 +31,6 @@ from engine.heads.runner import HeadBackend, HeadRunner, Reading, TorchHead, mas
 from engine.models.backend import Backend
 from engine.models.gguf.blocks import Form
 from engine.models.kinds import may_decode
-from engine.models.packing import pack, take_over
 from engine.models.runner import Pass
 
 log = logging.getLogger("polydraft")
@@ -153,15 +153,28 @@ class HeadDecoder(CpuDecoder, HeadBackend):
         head_phases.run_term(TEAM.shared, head_phases.term().address, self._table, memory, terms)
         return torch.from_numpy(terms)[:, : self.vocab_size]
 
-    def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
-        """Drop weights that the decoder has, and pack those used outside of passes."""
+    def prepare(self) -> int:
+        """Drop weights that the decoder has, and lay out those used outside of passes."""
         head = self._head
         for module in _decoded_modules(head):
             module.weight.data = module.weight.data.new_empty(0)
         head.shared = TargetWeights(torch.empty(0), torch.empty(0))
-        num_bytes = self.weight_bytes + pack([product for product in take_over(head) if product.shape != (0,)])
+        num_bytes = self.weight_bytes + lay_out(head)
         if _has_term(head):
             head.markov_head.markov_w2.forward = self.term
+        return num_bytes
+
+
+class ProductsHead(TorchHead):
+    """A head's own modules with compiled products."""
+
+    def prepare(self) -> int:
+        head = self._model
+        num_bytes = lay_out(head)
+        if head.lm_head is None:
+            head.shared_output = output = BlockWeight(head.shared.head_VD, None, "float32")
+            num_bytes += output.nbytes
+        head.shared = TargetWeights(head.shared.embedding_VD, torch.empty(0))
         return num_bytes
 
 
@@ -174,7 +187,7 @@ def backend_of(
     wanted: ModelConfig | None = None,
 ) -> HeadBackend:
     """Return the backend of a head on a CPU. target, dtype, wanted: see `HeadDecoder`."""
-    plain = TorchHead(head)
+    plain = ProductsHead(head)
     if not isinstance(head, Eagle3 | DFlash) or not may_decode(head.config.layers):
         return plain
     try:

@@ -18,7 +18,7 @@ from numba import from_dtype
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.cpu.compiled import product_phase
+from engine.cpu.compiled import pass_table, product_phase
 from engine.cpu.compiled.block_products import WIDENS_HALVES
 from engine.cpu.compiled.dot_products import HAS_PAIRS
 from engine.cpu.compiled.row_rounding import best_scales
@@ -168,6 +168,24 @@ class Product:
                     flat[layer, start : start + len(bias)] = bias.detach().float().numpy()
                 start += len(part)
         return Product(pieces, flat)
+
+    def table(self) -> Array:
+        """Return what the functions of products read of the pieces [L, pieces, `PIECE`]."""
+        most_pieces = max(map(len, self.layers), default=0)
+        pieces = np.zeros((len(self.layers), most_pieces, pass_table.PIECE), dtype=np.int64)
+        for layer, layer_pieces in enumerate(self.layers):
+            for number, piece in enumerate(layer_pieces):
+                pieces[layer, number] = [
+                    function_of(piece.form).address,
+                    piece.words.ctypes.data,
+                    piece.scales.ctypes.data,
+                    self.bias[layer].ctypes.data,
+                    *piece.words.shape[:2],
+                    *piece.scales.shape[1:],
+                    piece.first,
+                    piece.step,
+                ]
+        return pieces
 
     @property
     def forms(self) -> frozenset[Form]:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from engine.cuda.layer_check import use_float8
-from engine.models.packing import is_plain
-from engine.models.quantising import dequantised, has_float8_rows, rounds_rows, rounds_to_float8
+from engine.models.quantising import dequantised, has_float8_rows, is_plain, rounds_rows, rounds_to_float8
 
 
 class RowProduct:

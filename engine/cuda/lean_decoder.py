@@ -10,7 +10,6 @@ reproduce runs through transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -73,7 +72,7 @@ class LeanDecoder(Backend):
         self._head = self._product([model.lm_head])
         self._layers = [self._layer(number, layer) for number, layer in enumerate(body.layers)]
 
-    def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
+    def prepare(self) -> int:
         """Return the memory of the angles: products on a device read weights unchanged."""
         return sum(part_PD.nbytes for part_PD in self._rotation_PD)
 

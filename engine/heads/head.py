@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, linear
 
 from engine.attention.tensors import KVShape
 from engine.errors import LoadError
 from engine.heads.config import HeadConfig
-from engine.models.packing import PackedLinear, pack, take_over
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Head(nn.Module):
                 raise LoadError(f"{config.name}: needs the target's {part}, whose width or type differ from the head's")
         self.shared = target
         self._num_embeddings = len(self.weight)
-        self._shared_output = PackedLinear(target.head_VD)
+        self.shared_output: Callable[[Tensor], Tensor] = partial(linear, weight=target.head_VD)
         has_all_tokens = config.draft_vocab_size == config.vocab_size
         if not has_all_tokens and (self.d2t is None or self.lm_head is None):
             raise LoadError(f"{config.name}: the checkpoint lacks d2t or lm_head.weight of its smaller vocabulary")
@@ -101,15 +102,6 @@ class Head(nn.Module):
     def get_input_embeddings(self) -> Any:
         return self if self.embed_tokens is None else self.embed_tokens
 
-    def pack(self) -> int:
-        """Pack the weights of all products for a CPU; return their bytes."""
-        assert self.shared is not None
-        products = list(take_over(self))
-        if self.lm_head is None:
-            products.append(self._shared_output)
-        self.shared = replace(self.shared, head_VD=self.shared.head_VD[:0].clone())
-        return pack(products)
-
     @property
     def weight(self) -> Tensor:
         if self.embed_tokens is not None:
@@ -134,7 +126,7 @@ class Head(nn.Module):
         return self.scaled(self.products(state_NH))
 
     def products(self, state_NH: Tensor) -> Tensor:
-        product_NV: Tensor = (self.lm_head or self._shared_output)(state_NH)
+        product_NV: Tensor = (self.lm_head or self.shared_output)(state_NH)
         return product_NV
 
     def scaled(self, product_NV: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,10 +97,6 @@ class TorchHead(TransformersBackend, HeadBackend):
         if not len(state_NH):
             return state_NH, state_NH.new_empty(0, self._model.config.draft_vocab_size)
         return state_NH, self._model.products(state_NH)
-
-    def prepare(self, works: Callable[[], bool]) -> int:  # noqa: ARG002
-        num_bytes: int = self._model.pack()
-        return num_bytes
 
 
 class HeadRunner(ModelRunner):

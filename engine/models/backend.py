@@ -8,14 +8,17 @@ differ, the next backend is used.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.attention.attention import AttentionMetadata, running
-from engine.models.packing import pack, take_over
 from engine.models.taps import storing
+
+ARE_ROWS_ROUNDED: ContextVar[bool] = ContextVar("are_rows_rounded", default=False)
+"""Whether torch's products of experts round their rows, as a backend's do."""
 
 
 class Backend:
@@ -46,11 +49,8 @@ class Backend:
         """Return the numbers that a product multiplies for rows [..., K]."""
         return rows
 
-    def prepare(self, works: Callable[[], bool]) -> int:
-        """Drop weights stored in another layout; return this backend's further bytes.
-
-        works: whether the changed model still computes its numbers.
-        """
+    def prepare(self) -> int:
+        """Drop weights stored in another layout; return this backend's further bytes."""
         raise NotImplementedError
 
     def tune(self, run: Callable[[int], object], most_cores: int) -> None:
@@ -76,6 +76,5 @@ class TransformersBackend(Backend):
         logits_NV: Tensor = output.logits[0]
         return logits_NV
 
-    def prepare(self, works: Callable[[], bool]) -> int:
-        """Pack the linear layers' weights, unless the model's code reads them."""
-        return pack(take_over(self._model), works)
+    def prepare(self) -> int:
+        return 0

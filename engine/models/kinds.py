@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from engine.models.gguf.blocks import BlockTensor
-from engine.models.packing import is_plain
-from engine.models.quantising import has_scheme, is_quantised
+from engine.models.quantising import has_scheme, is_plain, is_quantised
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _ROPE_TYPES = frozenset({None, "default", "dynamic", "linear", "llama3", "longrope"})

@@ -290,3 +290,8 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
         items = value
     for item in items:
         yield from _objects(item)
+
+
+def is_plain(module: Any) -> bool:
+    """Return whether a module is linear with a whole plain weight."""
+    return type(module) is nn.Linear and type(module.weight.data) is Tensor and not has_scheme(module)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -60,7 +59,7 @@ from engine.start.memory import MemoryPlan, StoredModel, blocks_of, plan_memory,
 from engine.start.miniature import check_long_texts
 from engine.start.number_formats import draft_model_config
 from engine.start.outlines import outline_pair
-from engine.start.probe import BackendChoice, attention_kernel, choose_backend, find_kv_shape, is_replayed, runs
+from engine.start.probe import BackendChoice, attention_kernel, choose_backend, find_kv_shape, is_replayed
 from engine.step.engine import Engine
 
 log = logging.getLogger("polydraft")
@@ -273,7 +272,7 @@ def _prepare_model(loaded: LoadedModel, shape: KVShape, wanted: ModelConfig, sta
     if loaded.ranks is None and start.is_owner:
         remark = choice.backend.remark
         start.progress(f"laying out the weights of {loaded.name}{remark and f' ({remark})'}")
-        laid_out_bytes += choice.backend.prepare(partial(runs, loaded, shape, choice, block_size))
+        laid_out_bytes += choice.backend.prepare()
     return _Part(loaded, shape, choice, laid_out_bytes + loaded.weight_bytes, weight_types)
 
 
@@ -284,12 +283,12 @@ def _prepare_head(loaded: LoadedModel, shape: KVShape, target: _Part, start: _St
     backend = _head_backend(loaded, shape, target, start)
     laid_out_bytes = 0
     if start.is_owner and device.type == "cpu":
-        laid_out_bytes = backend.prepare(lambda: True)
+        laid_out_bytes = backend.prepare()
     num_spare = 0
     block = loaded.model.config.block
     if block is not None:
         num_spare = start.config.scheduler.max_num_seqs * -(-block.size // block_size)
-    choice = BackendChoice(backend, attention_kernel(device, shape))
+    choice = BackendChoice(backend, None if backend.reads_pages else attention_kernel(device, shape))
     weight_bytes = laid_out_bytes + loaded.weight_bytes
     return _Part(loaded, shape, choice, weight_bytes, loaded.weight_types, num_spare)
 

@@ -23,7 +23,7 @@ from engine.models.kinds import may_decode
 from engine.models.wrappers import wrapper_of
 from engine.start.architectures import check_config, read_config
 from engine.start.loading import adopt
-from engine.start.number_formats import arithmetic_dtype, choose_device, file_dtype
+from engine.start.number_formats import arithmetic_dtype, choose_device, file_dtype, is_compiled
 from engine.start.probe import find_kv_shape
 
 _GIB = 1 << 30
@@ -56,13 +56,17 @@ def describe(name: str, revision: str | None, wanted_device: str) -> Iterator[st
     part = f", the text part of {wrapper}; images are refused" if wrapper else ""
     yield f"served: {config.model_type}{part}"
     is_own = may_decode(config) and (device.type != "cpu" or find_spec("numba") is not None)
-    yield f"decoder: {f'our own ({device.type})' if is_own else 'transformers'}"
+    is_multiplied = is_compiled(config, device)
+    with_products = ", with our own products (cpu)" if is_multiplied else ""
+    yield f"decoder: {f'our own ({device.type})' if is_own else f'transformers{with_products}'}"
     reach = context_length(config)
     yield f"context: {reach:,} tokens"
     model = _without_weights(config)
     file = file_behind(folder)
     in_blocks = None if file is None else block_bytes(file, model, device)
-    weights = in_blocks or weight_bytes(model, config, device, is_own)
+    weights = in_blocks or weight_bytes(model, config, device, is_own or is_multiplied)
+    if is_multiplied and not is_own:
+        weights += _embedding_bytes(model, config, in_blocks is not None)
     token, inputs, state = stored_bytes(model, config, device)
     yield f"weights: {weights / _GIB:.1f} GiB, K/V: {token:,} bytes a token"
     if state:
@@ -89,10 +93,23 @@ def block_bytes(file: GgufFile, model: Any, device: torch.device) -> int | None:
     return None if dtype else sum(tensor.data.nbytes for tensor in file.tensors.values())
 
 
-def weight_bytes(model: Any, config: Any, device: torch.device, is_own: bool) -> int:
-    """Return the bytes of a model's weights in the type in which they would be served."""
+def _embedding_bytes(model: Any, config: Any, are_in_blocks: bool) -> int:
+    """Return the bytes of embeddings in float32, which a checkpoint's size leaves out."""
+    if are_in_blocks:
+        return 0
     stored = getattr(config, "dtype", None) or torch.float32
-    dtype = stored if is_own else arithmetic_dtype("auto", device) or stored
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    num_bytes = 4 if is_tied else 4 - int(stored.itemsize)
+    return num_bytes * int(model.get_input_embeddings().weight.numel())
+
+
+def weight_bytes(model: Any, config: Any, device: torch.device, keeps_type: bool) -> int:
+    """Return the bytes of a model's weights in the type in which they would be served.
+
+    keeps_type: whether that is the checkpoint's type.
+    """
+    stored = getattr(config, "dtype", None) or torch.float32
+    dtype = stored if keeps_type else arithmetic_dtype("auto", device) or stored
     dtype_bytes = int(dtype.itemsize)
     return dtype_bytes * sum(int(parameter.numel()) for parameter in model.parameters())
 

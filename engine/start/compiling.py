@@ -23,18 +23,19 @@ import numpy as np
 import torch
 
 from engine.config import ModelConfig
-from engine.cpu.compiled import draw_loop, head_products, model_pass
+from engine.cpu.compiled import draw_loop, head_products, model_pass, product_phase
 from engine.cpu.compiled_files import SUFFIX, damaged_files, load_all
 from engine.cpu.compiler import cache_folder
 from engine.cpu.weights import form_of_type, forms_of, function_of, is_on_tiles, types_of
 from engine.models.gguf.blocks import Form
 from engine.models.gguf.file import GgufFile
 from engine.models.gguf.weights import check_types, file_behind, type_of_embeddings, types_of_matrices
+from engine.models.kinds import may_decode
 from engine.start.architectures import read_config
 from engine.start.choosing import choose
 from engine.start.host import usable_cores
 from engine.start.loading import Progress
-from engine.start.number_formats import choose_device, decoded_dtype, file_dtype
+from engine.start.number_formats import file_dtype, multiplied_dtype
 
 log = logging.getLogger("polydraft")
 
@@ -59,25 +60,27 @@ def jobs_of(config: ModelConfig) -> Jobs:
     """Return the compilations for a target, the longest one first."""
     used = _forms_used(config)
     if not used.products:
-        return _jobs_of_latents(config)
+        return {}
+    stored = read_config(config.target, config.revision)
+    products = {_name_of(form): partial(function_of, form) for form in used.products}
+    if not may_decode(stored):
+        has_latents = getattr(stored, "kv_lora_rank", None) is not None
+        return {
+            "kv-float32": lambda: model_pass.functions_of_kv(np.float32),
+            "rows": lambda: choose(torch.device("cpu")),
+            **products,
+            "product": product_phase.work,
+            **({"heads": head_products.work} if has_latents else {}),
+        }
     kv = "uint16" if config.kv_dtype == "bfloat16" else "float32"
     return {
         f"kv-{kv}": lambda: model_pass.functions_of_kv(getattr(np, kv)),
         "rows": lambda: choose(torch.device("cpu")),
-        **{_name_of(form): partial(function_of, form) for form in used.products},
+        **products,
         "work": model_pass.work,
         **{f"embeddings-{form}": partial(model_pass.beginning, *types_of(form)) for form in used.embeddings},
         "levels": draw_loop.draw,
     }
-
-
-def _jobs_of_latents(config: ModelConfig) -> Jobs:
-    """Return the compilations for a target in transformers' code, whose layers may have latents."""
-    stored = read_config(config.target, config.revision)
-    has_latents = getattr(stored, "kv_lora_rank", None) is not None
-    if not has_latents or choose_device(config.device).type != "cpu":
-        return {}
-    return {"kv-float32": lambda: model_pass.functions_of_kv(np.float32), "heads": head_products.work}
 
 
 def _name_of(form: Form) -> str:
@@ -96,7 +99,7 @@ def _forms_used(config: ModelConfig) -> _Forms:
     """Return the forms of target and draft weights; none without a CPU's decoder."""
     products: set[Form] = set()
     embeddings: set[Form] = set()
-    dtype = decoded_dtype(config)
+    dtype = multiplied_dtype(config)
     if dtype is None:
         return _Forms(frozenset(), frozenset())
     names = [name for name in (config.target, config.draft) if name is not None]

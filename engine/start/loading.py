@@ -30,12 +30,12 @@ from engine.models.checkpoint import Source, context_length, length_remark, toke
 from engine.models.gguf.blocks import BlockTensor
 from engine.models.gguf.weights import file_behind, load_model
 from engine.models.importing import import_transformers
-from engine.models.packing import is_plain
 from engine.models.parallel import Ranks, check_split, start_ranks
 from engine.models.quantising import (
     FORMATS,
     adopt_float8,
     check_is_quantised,
+    is_plain,
     load_options,
     multiplies_float8,
     stored_method,

@@ -11,8 +11,7 @@ import torch
 from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.models.gguf.file import GgufFile
-from engine.models.gguf.weights import IN_BLOCKS, file_behind
-from engine.models.kinds import may_decode
+from engine.models.gguf.weights import IN_BLOCKS, file_behind, has_served_types
 from engine.models.quantising import FORMATS, TORCHAO, stored_method
 from engine.start.architectures import read_config
 
@@ -47,19 +46,24 @@ def _has_bfloat16() -> bool:
 
 
 def load_dtype(wanted: str, config: Any, device: torch.device, split: bool, quantises: bool) -> torch.dtype | str:
-    """Return the type for `from_pretrained`: our own decoder widens the weights of a CPU itself.
+    """Return the type for `from_pretrained`: compiled products read weights of a checkpoint's type.
 
     wanted: of `ModelConfig`; config: transformers' of the model; split: whether a rank loads its
     share; quantises: whether torchao quantises the weights.
     """
     if stored_method(config) == TORCHAO:
         return "auto"
-    is_decoded = may_decode(config) and not split and not quantises
-    if device.type == "cpu" and not is_decoded:
+    is_multiplied = is_compiled(config, device) and not split and not quantises
+    if device.type == "cpu" and not is_multiplied:
         return arithmetic_dtype(wanted, device) or "auto"
     if quantises:
         return torch.bfloat16
     return _DTYPES.get(wanted, "auto")
+
+
+def is_compiled(config: Any, device: torch.device) -> bool:
+    """Whether compiled products of a CPU multiply the weights of a checkpoint."""
+    return device.type == "cpu" and stored_method(config) is None and find_spec("numba") is not None
 
 
 def file_dtype(file: GgufFile, wanted: str, device: torch.device) -> torch.dtype | None:
@@ -69,19 +73,19 @@ def file_dtype(file: GgufFile, wanted: str, device: torch.device) -> torch.dtype
     """
     if device.type != "cpu":
         return _DTYPES.get(wanted, torch.bfloat16)
-    if file.architecture not in IN_BLOCKS or find_spec("numba") is None:
+    if find_spec("numba") is None or (file.architecture not in IN_BLOCKS and not has_served_types(file)):
         return arithmetic_dtype(wanted, device)
     return _DTYPES.get(wanted)
 
 
-def decoded_dtype(config: ModelConfig) -> torch.dtype | None:
-    """Return the type of a CPU decoder's target weights; None if it does not run the target.
+def multiplied_dtype(config: ModelConfig) -> torch.dtype | None:
+    """Return the type of the target weights that compiled products multiply; None for others.
 
     Raise ConfigError or LoadError for a target that cannot be read.
     """
     stored = read_config(config.target, config.revision)
     device = choose_device(config.device)
-    if device.type != "cpu" or config.tensor_parallel_size > 1 or not may_decode(stored):
+    if config.tensor_parallel_size > 1 or not is_compiled(stored, device):
         return None
     if by_torchao(config.weights, stored, device):
         return None
@@ -89,12 +93,11 @@ def decoded_dtype(config: ModelConfig) -> torch.dtype | None:
 
 
 def by_torchao(weights: str, config: Any, device: torch.device) -> bool:
-    """Whether torchao quantises a checkpoint with this configuration, and not the CPU's decoder.
+    """Whether torchao quantises a checkpoint with this configuration.
 
     weights: of `ModelConfig`.
     """
-    is_decoded = device.type == "cpu" and may_decode(config) and find_spec("numba") is not None
-    return weights in FORMATS and not (weights == "int4" and is_decoded)
+    return weights in FORMATS and not (weights == "int4" and is_compiled(config, device))
 
 
 def torchao_format(name: str, revision: str | None, config: ModelConfig) -> str:

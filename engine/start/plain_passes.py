@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.attention import HOOK
+from engine.models.backend import ARE_ROWS_ROUNDED
 from engine.models.quantising import in_float32, rounding_off
 
 
@@ -41,7 +42,7 @@ def attention(model: Any, implementation: str) -> Iterator[None]:
 
 @contextmanager
 def rows_converted(model: Any, convert: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-    """Let linear layers multiply converted rows, temporarily.
+    """Let linear layers, and experts in blocks, multiply converted rows, temporarily.
 
     convert: takes rows and the layer's weight.
     """
@@ -51,9 +52,11 @@ def rows_converted(model: Any, convert: Callable[[Tensor, Tensor], Tensor]) -> I
         # Other hooks exchange the weight while the module runs.
         convert_first = partial(_first_converted, convert=convert, weight=module.weight)
         hooks.append(module.register_forward_pre_hook(lambda _, operands, hook=convert_first: hook(operands)))
+    token = ARE_ROWS_ROUNDED.set(True)
     try:
         yield
     finally:
+        ARE_ROWS_ROUNDED.reset(token)
         for hook in hooks:
             hook.remove()
 

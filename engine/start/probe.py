@@ -33,7 +33,7 @@ from torch import Tensor
 from engine.attention.attention import HOOK, PagedKernel
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
 from engine.attention.latent import has_latents
-from engine.attention.masks import record_mask, register_masks
+from engine.attention.masks import mask_of, record_mask, register_masks
 from engine.attention.recurrent import ShapeCalls, computing
 from engine.attention.tensors import KVShape, LayerShape
 from engine.config import ModelConfig
@@ -41,7 +41,7 @@ from engine.cuda.lean_decoder import LeanDecoder
 from engine.errors import ConfigError, LoadError
 from engine.kernels.checks import raise_if_lost
 from engine.models.backend import Backend, TransformersBackend
-from engine.models.gguf.blocks import has_blocks
+from engine.models.gguf.blocks import has_blocks, shapes_alone
 from engine.models.gguf.weights import dequantise
 from engine.models.importing import import_transformers
 from engine.models.kinds import is_decoder, is_lean
@@ -49,6 +49,7 @@ from engine.models.quantising import dequantised, has_quantised, quantises_rows,
 from engine.models.runner import ModelRunner
 from engine.plan import StatePlaces
 from engine.speculation.topology import merge_chains
+from engine.start.choosing import choose
 from engine.start.loading import LoadedModel
 from engine.start.number_formats import arithmetic_dtype
 from engine.start.plain_passes import attention, converted, plain_forward, rows_converted, widened
@@ -66,6 +67,9 @@ _BLOCK_SIZE = 16
 _PROMPT_LENGTH = 20
 _LONG_PROMPT = 140
 """Tokens of a second probe, which needs the attention kernel's largest tiles."""
+
+
+_OF_DECODER = "it is for models of the Llama kind on a CPU (docs/models.md); leave it out for this one"
 
 
 class BackendChoice(NamedTuple):
@@ -109,8 +113,25 @@ def _lean_decoder(model: Any, _: ModelConfig, longest: int) -> Backend:
     return LeanDecoder(model, longest and max(longest, 2 * _LONG_PROMPT))
 
 
+def _is_multiplied(model: Any) -> bool:
+    if torch.device(model.device).type != "cpu" or find_spec("numba") is None:
+        return False
+    from engine.cpu.products import multiplies  # Numba is an optional package
+
+    return multiplies(model)
+
+
+def _products(model: Any, config: ModelConfig, longest: int) -> Backend:  # noqa: ARG001
+    from engine.cpu.products import ProductsBackend  # Numba is an optional package
+
+    if config.kv_dtype not in ("auto", "float32"):
+        raise ConfigError(f"--kv-cache-dtype {config.kv_dtype}: {_OF_DECODER}")
+    return ProductsBackend(model, config.weights, config.activations == "auto")
+
+
 BACKENDS = (
     BackendOption("CPU decoder", _is_cpu_decoder, _cpu_decoder),
+    BackendOption("compiled products", _is_multiplied, _products),
     BackendOption("lean decoder", is_lean, _lean_decoder),
     BackendOption("transformers", lambda _: True, lambda model, *_: TransformersBackend(model)),
 )
@@ -118,22 +139,27 @@ BACKENDS = (
 
 
 def find_kv_shape(loaded: LoadedModel) -> KVShape:
-    """Return the shapes of K and V that the hook gets, and record masks, in two calls.
-
-    Weights in blocks (GGUF) would be dequantised, so the configuration states their shape.
-    """
-    if has_blocks(loaded.model):
-        config = loaded.model.config
-        return KVShape.equal(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.head_dim)
+    """Return the shapes of K and V that the hook gets, and record masks, in two calls."""
     layers: dict[int, LayerShape] = {}
     shared: dict[int, int] = {}
     seen: list[tuple[Tensor, Tensor, int]] = []
+    has_options: list[bool] = []
 
     def unattended(module: Any, query: Tensor, value: Tensor) -> tuple[Tensor, None]:
         width = module.v_head_dim if has_latents(module) else value.shape[-1]
         return query.new_zeros(1, query.shape[2], query.shape[1], width), None
 
-    def shapes(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    def shapes(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: Any,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **__: Any,
+    ) -> tuple[Tensor, None]:
+        has_options.append(softcap is not None or s_aux is not None)
         if module.layer_idx < 0:  # blocks that share weights; they share no K and V
             module.layer_idx = len(layers)
         sources = [layer for other_key, other_value, layer in seen if other_key is key and other_value is value]
@@ -148,6 +174,7 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
         module: Any, query: Tensor, _key: Tensor, value: Tensor, attention_mask: object = None, *_: Any, **__: Any
     ) -> tuple[Tensor, None]:
         record_mask(module, attention_mask)
+        has_options.append(mask_of(module, None).chunk is not None)
         return unattended(module, query, value)
 
     transformers = import_transformers()
@@ -161,11 +188,11 @@ def find_kv_shape(loaded: LoadedModel) -> KVShape:
         if cache is not None and not layers:
             break  # no layer attends, and no mask is built
         transformers.AttentionInterface.register(f"{HOOK}_{name}", record)
-        with attention(loaded.model, f"{HOOK}_{name}"), torch.inference_mode(), computing(calls):
+        with attention(loaded.model, f"{HOOK}_{name}"), torch.inference_mode(), computing(calls), shapes_alone():
             plain_forward(loaded.model, [text], cache)
     if not layers and not inputs.shapes:
         raise LoadError(f"{loaded.name}: none of its layers attends through the hook; not supported")
-    return KVShape(layers, shared, calls=tuple(inputs.shapes))
+    return KVShape(layers, shared, calls=tuple(inputs.shapes), are_scores_plain=not any(has_options))
 
 
 def choose_backend(
@@ -189,14 +216,17 @@ def choose_backend(
     attempts = _attempts(loaded.model, kernel, backends or BACKENDS)
     for option, paged_kernel in attempts:
         try:
-            if option.make is not _cpu_decoder:
+            if option.make not in (_cpu_decoder, _products):
                 _compute_as(loaded, config, device)
-            choice = BackendChoice(option.make(loaded.model, config, longest), paged_kernel)
+            backend = option.make(loaded.model, config, longest)
+            choice = BackendChoice(backend, None if backend.reads_pages else paged_kernel)
             probe(loaded, shape, *choice, block_size=block_size, only_warns=only_warns)
-            if paged_kernel is not None and loaded.max_positions > 2 * _LONG_PROMPT:
+            if choice.paged_kernel is not None and device.type != "cpu" and loaded.max_positions > 2 * _LONG_PROMPT:
                 # Tiles of the largest size: a device may lack the memory for them.
                 probe(loaded, shape, *choice, _LONG_PROMPT, block_size, only_warns)
             return choice
+        except ConfigError:
+            raise
         # Wrong numbers, weights of other shapes, a kernel that cannot be compiled.
         except Exception as error:
             raise_if_lost(device, error)
@@ -225,12 +255,13 @@ def _compute_as(loaded: LoadedModel, config: ModelConfig, device: torch.device) 
     Raise ConfigError if `config` asks for a format that only the CPU decoder has.
     """
     is_int4_decoded = config.weights == "int4" and not has_quantised(loaded.model)
-    is_decoded = config.weights == "int8" or is_int4_decoded
-    if is_decoded or config.kv_dtype not in ("auto", str(loaded.model.dtype).removeprefix("torch.")):
+    if config.weights == "int8" or is_int4_decoded:
         raise ConfigError(
-            f"{loaded.name}: --weights {config.weights} and --kv-cache-dtype are for models of the Llama kind on a CPU "
-            "(docs/models.md); leave them out for this one"
+            f"{loaded.name}: --weights {config.weights} is for models with plain linear layers on a CPU "
+            "(docs/models.md); leave it out for this one"
         )
+    if config.kv_dtype not in ("auto", str(loaded.model.dtype).removeprefix("torch.")):
+        raise ConfigError(f"--kv-cache-dtype {config.kv_dtype}: {_OF_DECODER}")
     dtype = arithmetic_dtype(config.dtype, device)
     if has_blocks(loaded.model):
         log.warning("%s: the weights of the GGUF file are dequantised to float32, four bytes each", loaded.name)
@@ -240,21 +271,14 @@ def _compute_as(loaded: LoadedModel, config: ModelConfig, device: torch.device) 
         loaded.model.to(dtype)
 
 
-def runs(loaded: LoadedModel, shape: KVShape, choice: BackendChoice, block_size: int = _BLOCK_SIZE) -> bool:
-    """Whether a changed model still runs, and agrees with the model through its own attention."""
-    try:
-        probe(loaded, shape, choice.backend, choice.paged_kernel, block_size=block_size)
-    except Exception:  # the model's own code may raise any exception
-        return False
-    return True
-
-
 def attention_kernel(device: torch.device, shape: KVShape) -> PagedKernel | None:
     """Return the kernel that attends over pages on a device; None if there is none."""
-    if device.type == "cpu" and shape.attends_to_latents and find_spec("numba") is not None:
-        from engine.cpu.latents import LatentKernel  # Numba is an optional package
+    if device.type == "cpu":
+        if not (shape.layers and shape.are_scores_plain) or find_spec("numba") is None:
+            return None
+        from engine.cpu.attention import CpuAttention  # Numba is an optional package
 
-        return LatentKernel()
+        return CpuAttention()
     if device.type != "cuda" or find_spec("triton") is None:
         return None
     from engine.cuda import attention_kernel  # Triton is an optional package
@@ -287,7 +311,8 @@ def probe(
     """
     num_blocks = prompt_length // block_size + 6
     sizes = num_blocks, block_size, loaded.vocab_size
-    runner = ModelRunner(loaded.model, shape, *sizes, backend, paged_kernel=paged_kernel)
+    kernels = choose(torch.device(loaded.model.device))
+    runner = ModelRunner(loaded.model, shape, *sizes, backend, paged_kernel=paged_kernel, kernels=kernels)
     dtype = runner.backend.weight_used(loaded.model.get_output_embeddings().weight[:1]).dtype
     difference = _difference(loaded, runner, prompt_length, dtype)
     if quantises_rows(loaded.model):

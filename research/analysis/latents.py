@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput
 from engine.attention.latent import METHOD, has_latents
-from engine.cpu.latents import LatentKernel
+from engine.cpu.attention import CpuAttention
 from engine.models.runner import ModelRunner
 from loadtest.results import document, table
 from loadtest.statistics import median_of_ratios
@@ -56,7 +56,7 @@ def runners(num_tokens: int) -> dict[str, ModelRunner]:
     return {
         EXPANDED: runner_of(expanded, num_tokens),
         TORCH: runner_of(latents, num_tokens),
-        COMPILED: runner_of(latents, num_tokens, paged_kernel=LatentKernel()),
+        COMPILED: runner_of(latents, num_tokens, paged_kernel=CpuAttention()),
     }
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.attention.tensors import KVShape, KVTensors, LayerShape
+from engine.errors import LoadError
 from engine.start import probe
 from engine.start.loading import LoadedModel
 from tests.models import families
@@ -18,8 +19,11 @@ CPU = torch.device("cpu")
 
 
 def works(loaded: LoadedModel, shape: KVShape) -> bool:
-    choice = probe.BackendChoice(probe.TransformersBackend(loaded.model), None)
-    return probe.runs(loaded, shape, choice)
+    try:
+        probe.probe(loaded, shape, probe.TransformersBackend(loaded.model))
+    except (LoadError, RuntimeError):
+        return False
+    return True
 
 
 def test_layers_that_read_the_kv_of_others_store_nothing() -> None:

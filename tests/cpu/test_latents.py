@@ -20,11 +20,11 @@ from engine.attention.latent import METHOD
 from engine.attention.paged import upload
 from engine.attention.tensors import KVShape, KVTensors, LayerShape
 from engine.config import ModelConfig
-from engine.cpu import latents
+from engine.cpu import attention as latents
+from engine.cpu.attention import CpuAttention
 from engine.cpu.compiled.attention_loops import TILE
 from engine.cpu.compiled.shared_work import TEAM
-from engine.cpu.latents import LatentKernel
-from engine.models.packing import PackedLinear, take_over
+from engine.cpu.products import ProductsBackend
 from engine.models.runner import ModelRunner
 from engine.speculation.topology import merge_chains
 from engine.start import probe
@@ -107,14 +107,14 @@ def crowded(layer: Layer, kernel: PagedKernel | None, texts: list[list[int]]) ->
 @pytest.mark.parametrize("length", [TILE - 3, 2 * TILE + 5])
 def test_rows_have_the_numbers_of_the_plain_path(length: int) -> None:
     layer, texts = Layer(), texts_of(length)
-    found, expected = crowded(layer, LatentKernel(), texts), crowded(layer, None, texts)
+    found, expected = crowded(layer, CpuAttention(), texts), crowded(layer, None, texts)
     assert torch.allclose(torch.cat(found), torch.cat(expected), atol=1e-4)
 
 
 @pytest.mark.parametrize("length", [TILE - 3, TILE, 2 * TILE + 5])
 def test_a_node_in_a_crowd_has_the_bits_of_its_token_alone(length: int) -> None:
     """Whatever the chunks of the prompt, the tree, and the cores."""
-    layer, texts, kernel = Layer(), texts_of(length), LatentKernel()
+    layer, texts, kernel = Layer(), texts_of(length), CpuAttention()
     expected = [alone(layer, kernel, number, text) for number, text in enumerate(texts)]
     for cores in (1, 2, 3) if TEAM.grow(2) == 2 else (1,):
         with instead(torch, "get_num_threads", lambda _, cores=cores: cores):
@@ -140,21 +140,15 @@ def test_wrong_variants_are_found_out(wrong: str) -> None:
     layer, texts = Layer(), texts_of(TILE)
     expected = torch.cat(crowded(layer, None, texts))
     with instead(latents, *WRONG[wrong]):
-        found = torch.cat(crowded(layer, LatentKernel(), texts))
+        found = torch.cat(crowded(layer, CpuAttention(), texts))
     assert not torch.allclose(found, expected, atol=1e-4)
-
-
-def by_row(right: Callable[..., Tensor], linear: PackedLinear, rows: Tensor) -> Tensor:
-    """Multiply each row alone."""
-    flat = rows.reshape(-1, rows.shape[-1])
-    products = [right(linear, row) for row in flat.split(1)]
-    return torch.cat(products).view(*rows.shape[:-1], linear.shape[0])
 
 
 def logits_of_paths(loaded: LoadedModel, in_a_crowd: bool) -> Tensor:
     """Return logits of the root and the last node's path of each text, verified or decoded."""
-    kernel = LatentKernel()
-    runs = ModelRunner(loaded.model, probe.find_kv_shape(loaded), 200, PAGE, loaded.vocab_size, paged_kernel=kernel)
+    kernel, backend = CpuAttention(), ProductsBackend(loaded.model)
+    shape = probe.find_kv_shape(loaded)
+    runs = ModelRunner(loaded.model, shape, 200, PAGE, loaded.vocab_size, backend, paged_kernel=kernel)
     prompts, steps = (sequences[:NUM_TEXTS] for sequences in passes())
     for prompt in prompts:
         runs.forward([prompt])
@@ -174,27 +168,25 @@ def logits_of_paths(loaded: LoadedModel, in_a_crowd: bool) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_drafts_in_a_crowd_change_no_bit_of_logits() -> None:
-    """The other products of a layer are torch's, so they multiply row by row here."""
     # Torch computes the last numbers of an operation otherwise, unless they fill vectors.
     widths = {"hidden_size": 256, "intermediate_size": 512, "q_lora_rank": 96, "kv_lora_rank": 64}
     heads = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "head_dim": 32, "v_head_dim": 32}
     dense = {"mlp_layer_types": ["dense", "dense"]}
     loaded = tiny.load_model(families.config("glm4_moe_lite", **widths, **heads, **dense), seed=3)
-    assert list(take_over(loaded.model))
-    with instead(PackedLinear, "__call__", by_row):
-        assert torch.equal(logits_of_paths(loaded, True), logits_of_paths(loaded, False))
+    assert torch.equal(logits_of_paths(loaded, True), logits_of_paths(loaded, False))
 
 
 def test_a_first_start_compiles_the_kernel_ahead(tmp_path: Path) -> None:
-    families.config("glm4_moe_lite").save_pretrained(tmp_path)
-    assert set(jobs_of(ModelConfig(target=str(tmp_path), device="cpu"))) == {"kv-float32", "heads"}
-    families.config("gemma2").save_pretrained(tmp_path)
-    assert not jobs_of(ModelConfig(target=str(tmp_path), device="cpu"))
+    families.config("glm4_moe_lite", dtype=torch.float32).save_pretrained(tmp_path)
+    jobs = {"kv-float32", "rows", "products-float32", "product"}
+    assert set(jobs_of(ModelConfig(target=str(tmp_path), device="cpu"))) == jobs | {"heads"}
+    families.config("gemma2", dtype=torch.float32).save_pretrained(tmp_path)
+    assert set(jobs_of(ModelConfig(target=str(tmp_path), device="cpu"))) == jobs
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_models_with_latents_alone_have_the_kernel() -> None:
-    for name, has_kernel in [("glm4_moe_lite", True), ("gemma2", False)]:
+def test_models_with_other_scores_do_without_the_kernel() -> None:
+    for name, has_kernel in [("glm4_moe_lite", True), ("gemma3_text", True), ("gemma2", False), ("gpt_oss", False)]:
         loaded = families.family(name)
         choice = probe.choose_backend(loaded, probe.find_kv_shape(loaded))
-        assert isinstance(choice.paged_kernel, LatentKernel) is has_kernel
+        assert isinstance(choice.paged_kernel, CpuAttention) is has_kernel

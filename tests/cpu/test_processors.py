@@ -39,7 +39,7 @@ TESTS = [
     "tests/cpu/test_decoder.py",
     "tests/cpu/test_prompts.py",
     "tests/cpu/test_dots.py",
-    "tests/models/test_packing.py",
+    "tests/cpu/test_products.py",
     "tests/cpu/test_row_loops.py",
     "tests/kernels/test_block_kernels.py",
 ]

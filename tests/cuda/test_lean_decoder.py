@@ -45,7 +45,7 @@ OTHERS: dict[str, Any] = {
 }
 
 
-WITHOUT_CPU = BACKENDS[1:]
+WITHOUT_CPU = BACKENDS[-2:]
 """Backends of other devices."""
 
 

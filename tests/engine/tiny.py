@@ -188,7 +188,7 @@ def with_paged_models() -> Iterator[None]:
 def without_cpu_decoder() -> contextlib.AbstractContextManager[Any]:
     """Let engines built meanwhile choose among the backends that a device has."""
     return instead(
-        building, "choose_backend", lambda choose_backend, *operands: choose_backend(*operands, probe.BACKENDS[1:])
+        building, "choose_backend", lambda choose_backend, *operands: choose_backend(*operands, probe.BACKENDS[-2:])
     )
 
 

@@ -96,9 +96,9 @@ def served(
     """
     with tiny.with_paged_models() if paged else contextlib.nullcontext():
         engine = tiny.build(target, folders.load(written, target), num_blocks=30, budget=48)
-    assert engine.target.fast_paths["paged attention"] == paged
+    assert engine.target.fast_paths["paged attention"] or not paged
     assert engine.draft_runner is not None
-    assert engine.draft_runner.fast_paths["paged attention"] == paged
+    assert engine.draft_runner.fast_paths["paged attention"] or not paged
     if not paged and tiny.DEVICE.type == "cpu":
         assert engine.draft_runner.fast_paths["fast decoder"] == isinstance(engine.draft_runner.model, Eagle3 | DFlash)
     recorder = Recorder(engine)

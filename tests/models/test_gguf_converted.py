@@ -17,7 +17,7 @@ from engine.errors import LoadError
 from engine.models.gguf.config import config_of as config_of_file
 from engine.models.gguf.file import GgufFile, StoredTensor
 from engine.models.gguf.folder import folder_of
-from engine.models.gguf.weights import IN_BLOCKS, check_types
+from engine.models.gguf.weights import check_types
 from engine.request import Speculation
 from engine.start.loading import LoadedModel, load
 from tests.engine import tiny
@@ -196,6 +196,6 @@ def test_numbers_of_every_type_are_those_that_transformers_reads(name: str, file
     write_converted(path, name, file_type)
     place = {"gguf_file": path.name, "config": config_of(VARIANTS[name]), "dtype": torch.float32}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path), **place).eval()
-    stays_in_blocks = VARIANTS[name].architecture in IN_BLOCKS and file_type in SERVED_IN_BLOCKS
+    stays_in_blocks = file_type in SERVED_IN_BLOCKS
     for dtype in ("float32", "auto") if stays_in_blocks else ("float32",):
         assert are_close(logits(loaded(path, dtype=dtype).model, SHORT[0]), logits(theirs, SHORT[0])), dtype

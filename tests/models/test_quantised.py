@@ -25,7 +25,6 @@ from engine.cuda.lean_decoder import LeanDecoder
 from engine.errors import ConfigError, LoadError
 from engine.models import quantising
 from engine.models.kinds import is_lean
-from engine.models.packing import is_plain
 from engine.start import number_formats, plain_passes, probe
 from engine.start.building import build_engine
 from engine.start.loading import LoadedModel, load
@@ -131,7 +130,7 @@ def test_weights_are_quantised_while_they_are_loaded(tmp_path: Path) -> None:
     for one in (engine.target, engine.draft_runner):
         layers = one.model.model.layers  # type: ignore[union-attr]
         assert all(quantising.is_quantised(layer.mlp.up_proj.weight) for layer in layers)
-    assert is_plain(engine.target.model.lm_head) or engine.target.model.lm_head.weight.numel() == 0
+    assert quantising.is_plain(engine.target.model.lm_head) or engine.target.model.lm_head.weight.numel() == 0
     run = tiny.run(engine, greedy_requests(40))
     assert run.tokens["off"] == run.tokens["block"] == answer(quantised(target, weights), 40)
     assert run.tokens["off"] != generated(plain, PROMPT, 40)
@@ -233,7 +232,8 @@ def test_a_checkpoint_of_torchao_is_served(dtype: torch.dtype, tmp_path: Path) -
     assert loaded.model.dtype == dtype
     assert is_lean(loaded.model)
     unquantised = load(plain, None, str(dtype).removeprefix("torch."), CPU)
-    assert len([module for module in loaded.model.modules() if is_plain(module)]) <= 1, "only the head is plain"
+    plain_layers = [module for module in loaded.model.modules() if quantising.is_plain(module)]
+    assert len(plain_layers) <= 1, "only the head is plain"
     run = tiny.run(served(folder, plain, "auto"), greedy_requests(16))
     assert run.tokens["off"] == run.tokens["block"]
     if dtype == torch.float32:

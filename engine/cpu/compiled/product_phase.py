@@ -83,3 +83,16 @@ def piece_function(word_type, scale_type, on_tiles=False):
         product_on_tiles(*_operands_of_piece(address, place, first, last, source, target, word_type, scale_type))
 
     return c_function(multiply_piece_on_tiles if on_tiles else multiply_piece)
+
+
+@cache
+def work():
+    """Return the C function of one product, which takes the address of a table.
+
+    The product is the table's `QKV`, of `NORMED` to `JOINED`.
+    """
+
+    def multiply_alone(address, _1, _2, _3, _4, _5):
+        multiply(address, 0, 0, pass_table.QKV, pass_table.NORMED, pass_table.JOINED)
+
+    return c_function(multiply_alone)

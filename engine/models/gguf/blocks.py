@@ -7,7 +7,9 @@ nothing is quantised a second time. Layouts of blocks: ggml's `block_q4_0` and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -107,12 +109,27 @@ class BlockTensor(Tensor):
         return func(*given, **(kwargs or {}))
 
 
+_SHAPES_ALONE: ContextVar[bool] = ContextVar("shapes_alone", default=False)
+
+
+@contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Let products of weights in blocks have zeros instead of numbers."""
+    token = _SHAPES_ALONE.set(True)
+    try:
+        yield
+    finally:
+        _SHAPES_ALONE.reset(token)
+
+
 def has_blocks(model: nn.Module) -> bool:
     """Whether a model has weights as a GGUF file has them."""
     return any(isinstance(weight, BlockTensor) for weight in model.parameters())
 
 
 def _multiplied(rows: Tensor, weight: BlockTensor, bias: Tensor | None = None) -> Tensor:
+    if _SHAPES_ALONE.get():
+        return rows.new_zeros(*rows.shape[:-1], len(weight))
     parts = range(0, len(weight), _ROWS_AT_ONCE)
     products = [rows @ weight.rows(slice(first, first + _ROWS_AT_ONCE)).dequantize().T for first in parts]
     product = torch.cat(products, -1)

@@ -1,8 +1,8 @@
 """Loads the weights of a GGUF file into a transformers model.
 
-On a CPU, weights of the architectures that our decoder computes stay in their blocks (`blocks.py`),
-views of the mapped file. Elsewhere, and if another type is asked for, they are dequantised while
-they are loaded. Every tensor of the file must have a place in the model, and every weight of the
+On a CPU, weights of linear layers and embeddings stay in their blocks (`blocks.py`), views of the
+mapped file. Elsewhere, and if another type is asked for, they are dequantised while they are
+loaded. Every tensor of the file must have a place in the model, and every weight of the
 model a tensor. Not for: the configuration and the tokenizer (`folder.py`).
 """
 
@@ -32,11 +32,16 @@ from engine.models.gguf.rope import FACTORS, LONG, SHORT
 from engine.models.importing import import_transformers
 
 IN_BLOCKS = frozenset({"llama", "qwen2", "qwen3"})
-"""Architectures that our decoder computes."""
+"""Architectures that our decoder computes. Files with other types of tensors are refused.
+
+Such files of other architectures are dequantised.
+"""
 _OF_CONFIG = {"phi3": {LONG, SHORT}}
 """Tensors that the configuration has read, by architecture; `FACTORS` of the others."""
 _GATES_AND_UPS = "mlp.experts.gate_up_proj"
 """Weight of transformers that is two tensors of a file."""
+_WITH_BLOCKS = (nn.Linear, nn.Embedding)
+"""Modules whose weights may stay in their blocks; a subclass may read its weight."""
 _WITH_SHIFTED_NORMS = frozenset({"gemma2", "gemma3"})
 """Architectures whose norms multiply by 1 + weight in transformers."""
 _TRANSPOSED = {"gpt2": ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")}
@@ -54,6 +59,11 @@ def file_behind(name: str) -> GgufFile | None:
         return None
     path = file_of(folder)
     return None if path is None else open_file(path)
+
+
+def has_served_types(file: GgufFile) -> bool:
+    """Whether products multiply all tensors of a file in their blocks."""
+    return {tensor.type for tensor in file.tensors.values()} <= BLOCK_TYPES.keys() | FLOATS.keys()
 
 
 def check_types(file: GgufFile, dtype: torch.dtype | None) -> None:
@@ -114,8 +124,12 @@ def load_model(name: str, file: GgufFile, config: Any, dtype: torch.dtype | None
     for path, stored in tensors_of(file, model).items():
         module, _, field = path.rpartition(".")
         shape = tuple(model.get_parameter(path).shape)
-        weight = _weight(file, stored, config, shape, dtype, device)
-        setattr(model.get_submodule(module), field, nn.Parameter(weight, requires_grad=False))
+        parent = model.get_submodule(module)
+        is_matrix = type(parent) in _WITH_BLOCKS and field == "weight" and len(stored[0].shape) == 2
+        stays_in_blocks = dtype is None and is_matrix
+        kept_dtype = None if stays_in_blocks else dtype or torch.float32
+        weight = _weight(file, stored, config, shape, kept_dtype, device)
+        setattr(parent, field, nn.Parameter(weight, requires_grad=False))
     _tie(model)
     model.generation_config = transformers.GenerationConfig.from_pretrained(name)
     return model.to(device)

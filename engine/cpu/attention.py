@@ -1,8 +1,8 @@
-"""Attention over latents (MLA) on a CPU, for models that run in transformers' code.
+"""Attention on a CPU, for models that run in transformers' code.
 
-The compiled attention of the decoder (`compiled/attention_loops.py`) reads the latents in their
-pages, between the products of each head (`compiled/head_products.py`). A row's bits do not depend
-on other rows, and are the same for a drafted token and the text's.
+The compiled attention of the decoder (`compiled/attention_loops.py`) reads K and V in their pages.
+It reads latents (MLA) between the products of each head (`compiled/head_products.py`). A row's bits
+do not depend on other rows, and are the same for a drafted token and the text's.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from engine.attention.groups import ScoreOptions
 from engine.attention.latent import head_weights
 from engine.attention.paged import Paged
 from engine.attention.tensors import KVTensors
+from engine.cpu.call import TableCall
 from engine.cpu.compiled import head_products, model_pass, pass_table
-from engine.cpu.compiled.shared_work import PHASE_SIZE, TEAM, together
 from engine.cpu.compiled.simd_vectors import BLOCK
 from engine.cpu.decoder import array_of, parts_of
 from engine.cpu.weights import Array
@@ -42,15 +42,15 @@ class _HeadWeights(NamedTuple):
     value_dim: int
 
 
-class LatentKernel:
+class CpuAttention:
     """Attends for all sequences of a pass, with the products of heads before and after."""
 
     def __init__(self) -> None:
         self._weights: dict[Any, _HeadWeights] = {}
-        self._products = _Call(head_products.work().address, head_products.COUNTERS)
-        self._attention = _Call(0, pass_table.COUNTERS)
-        self._pass: tuple[Paged, int] | None = None
-        """Pass whose arrays are put, and its number of query heads."""
+        self._products = TableCall(head_products.work().address, head_products.COUNTERS)
+        self._attention = TableCall(0, pass_table.COUNTERS)
+        self._pass: tuple[Paged, int, int] | None = None
+        """Pass whose arrays are put, and its numbers of query heads and of K/V heads."""
 
     @property
     def weight_bytes(self) -> int:
@@ -80,31 +80,38 @@ class LatentKernel:
     ) -> Tensor:
         """Do the work of `PagedKernel.attend_paged`."""
         keys, values = storage.layers[layer]
-        if keys.dtype not in _KV_TYPES or scaling is None or kind != ScoreOptions():
-            raise LoadError("the kernel of latents has no such scores or numbers")
-        _, num_heads, num_rows, _ = query.shape
+        if keys.dtype not in _KV_TYPES or kind != ScoreOptions():
+            raise LoadError("the compiled attention has no such scores or numbers")
+        _, num_heads, num_rows, width = query.shape
+        num_kv_heads = keys.shape[1]
         call = self._attention
         call.function = _attention_of(keys.dtype)
-        if self._pass is None or self._pass[0] is not paged or self._pass[1] != num_heads:
-            self._put_pass(paged, num_heads)
+        if self._pass is None or self._pass[0] is not paged or self._pass[1:] != (num_heads, num_kv_heads):
+            self._put_pass(paged, num_heads, num_kv_heads)
         output = torch.empty(1, num_rows, num_heads, values.shape[-1])
-        stored = array_of(keys)[None]
-        call.put(pass_table.KEYS, stored)
-        call.put(pass_table.VALUES, stored)
+        stored_values = keys if layer in storage.latent else values
+        call.put(pass_table.KEYS, array_of(keys)[None])
+        call.put(pass_table.VALUES, array_of(stored_values)[None])
         call.put(pass_table.JOINED, _rows(query[0].transpose(0, 1)))
         call.put(pass_table.ATTENDED, _rows(output[0]))
-        call.put(pass_table.CONSTANTS, np.array([0, scaling], dtype=np.float32))
+        call.put(pass_table.CONSTANTS, np.array([0, scaling or width**-0.5], dtype=np.float32))
         call.put(pass_table.WINDOWS, np.array([window or 0]))
         call.run()
         return output.to(query.dtype)
 
-    def _put_pass(self, paged: Paged, num_heads: int) -> None:
+    def _put_pass(self, paged: Paged, num_heads: int, num_kv_heads: int) -> None:
         """Put the arrays of a pass, which its layers share."""
-        self._pass = paged, num_heads
+        self._pass = paged, num_heads, num_kv_heads
+        num_shared = num_heads // num_kv_heads
         call = self._attention
-        rows_together = _rows_together(paged.most_queries, num_heads)
+        rows_together = _rows_together(paged.most_queries, num_shared)
         parts = parts_of(paged.starts.numpy(), paged.counts.numpy(), rows_together)
-        sizes = [paged.page_size, torch.get_num_threads(), num_heads, _heads_together(num_heads, len(parts))]
+        sizes = [
+            paged.page_size,
+            torch.get_num_threads(),
+            num_heads,
+            _heads_together(num_shared, len(parts) * num_kv_heads),
+        ]
         call.put(pass_table.SIZES, np.array(sizes))
         call.put(pass_table.PARTS, parts)
         call.put(pass_table.VISIBLE_FIELDS, np.array([pass_table.VISIBLE_BITS]))
@@ -136,29 +143,6 @@ class LatentKernel:
         return weights
 
 
-class _Call:
-    """A compiled function with the table of its arrays."""
-
-    def __init__(self, function: int, counters: int) -> None:
-        self.function = function
-        self._table = np.zeros((pass_table.NUM_FIELDS, pass_table.COLUMNS), dtype=np.int64)
-        self._arrays: dict[int, Array] = {}
-        self._counters = np.zeros(PHASE_SIZE, dtype=np.int64)
-        self.put(counters, self._counters)
-
-    def put(self, field: int, array: Array) -> None:
-        """Point a field to an array, which is held."""
-        assert array.flags.c_contiguous
-        self._arrays[field] = array
-        self._table[field, : 1 + array.ndim] = [array.ctypes.data, *array.shape]
-
-    def run(self) -> None:
-        """Call the function on torch's number of cores."""
-        self._counters[:] = 0
-        helpers = TEAM.grow(torch.get_num_threads() - 1)
-        together(TEAM.shared, self.function, self._table.ctypes.data, helpers)
-
-
 @cache
 def _attention_of(dtype: torch.dtype) -> int:
     """Return the address of the decoder's attention phase; phase and layer are 0."""
@@ -167,13 +151,19 @@ def _attention_of(dtype: torch.dtype) -> int:
 
 
 def _rows_together(most_rows: int, num_heads: int) -> int:
-    """Return the most rows of a part, so that the longest sequence has parts of about one size."""
+    """Return the most rows of a part, so that the longest sequence has parts of about one size.
+
+    num_heads: query heads of a K/V head.
+    """
     num_parts = -(-most_rows * num_heads // _QUERIES_TOGETHER)
     return -(-most_rows // num_parts)
 
 
 def _heads_together(num_heads: int, num_parts: int) -> int:
-    """Return the query heads of a part: few enough that every core has a part."""
+    """Return the query heads of a part: few enough that every core has a part.
+
+    num_heads: query heads of a K/V head; num_parts: of all rows and K/V heads.
+    """
     least_slices = -(-torch.get_num_threads() // num_parts)
     return next(num_heads // count for count in range(least_slices, num_heads + 1) if num_heads % count == 0)
 
