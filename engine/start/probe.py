@@ -14,8 +14,8 @@ The probe of a backend:
 4. If products also round their rows to few bits, this bound is wide, so both passes are compared
    once more without rounding. The CPU's decoder cannot run without it: it is compared with a model
    whose rows are rounded alike.
-5. With an attention kernel and a long context, a longer prompt is probed, too, which needs the
-   largest tiles.
+5. With an attention kernel of a device and a long context, a longer prompt is probed, too, which
+   needs the largest tiles.
 """
 
 from __future__ import annotations
@@ -243,9 +243,14 @@ def choose_backend(
 def _attempts(
     model: Any, kernel: PagedKernel | None, backends: Sequence[BackendOption]
 ) -> list[tuple[BackendOption, PagedKernel | None]]:
-    """Return the backends that take the model, with the attention kernel first."""
+    """Return the backends that take the model, with the attention kernel first.
+
+    On a CPU a backend without the kernel comes before the next backend, which has other weights.
+    """
     kernels = (None,) if kernel is None else (kernel, None)
     options = [option for option in backends if option.takes(model)]
+    if torch.device(model.device).type == "cpu":
+        return [(option, paged_kernel) for option in options for paged_kernel in kernels]
     return [(option, paged_kernel) for paged_kernel in kernels for option in options]
 
 

@@ -107,10 +107,9 @@ def test_experts_with_other_experts_weights_are_found() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_few_bits_are_served_beyond_the_decoder(weights: Weights) -> None:
-    """Small layers, which choose experts or decays, keep the checkpoint's type."""
-    loaded = families.family("qwen3_5_text")
+@pytest.mark.parametrize(("name", "weights"), [("qwen3_5_text", "int4"), ("qwen3_moe", "int8")])
+def test_few_bits_are_served_beyond_the_decoder(name: str, weights: Weights) -> None:
+    loaded = families.family(name)
     backend, distance = prepared(loaded, weights)
     assert distance < 1
     assert {layer.form for layer in backend._layers} >= {weights, "int8"}
