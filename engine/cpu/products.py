@@ -31,7 +31,7 @@ _ARE_USED: ContextVar[bool] = ContextVar("are_used", default=False)
 _READ = frozenset({"dt_proj", "classifier"})
 """Names of layers whose weights are read by the code of Mamba 1 and LongCat."""
 _FEW_COLUMNS = 8
-"""Weights with fewer columns than this part of their depth keep the checkpoint's type.
+"""Weights with fewer columns than their depth divided by this number keep the checkpoint's type.
 
 They choose experts, or decays of states, and are a small part of a model.
 """

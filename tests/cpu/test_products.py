@@ -28,8 +28,8 @@ SPECULATIONS = {
 }
 LENGTHS = (17, 30, 41, 22, 35, 18, 27, 50)
 WIDE = {"hidden_size": 128, "intermediate_size": 256}
-# Torch computes the last numbers of an operation otherwise, unless they fill vectors: the heads of
-# published models do.
+# Torch computes the last numbers of an operation otherwise, unless they fill vectors: so a gated
+# delta net has 32 heads, as Qwen3.5-9B.
 HYBRIDS: dict[str, dict[str, int]] = {
     "lfm2": WIDE,
     "mamba2": {"hidden_size": 96, "num_heads": 12, "head_dim": 16, "state_size": 32},
