@@ -148,9 +148,13 @@ def test_a_target_starts_with_its_module(tmp_path: Path, shards: bool) -> None:
     assert isinstance(engine.drafter, EagleDrafter)
     assert engine.target.storage.taps == (NORMED,)
     copies = ("embed_tokens.weight", "shared_head.head.weight")
-    of_tensors = sum(one.nbytes for name, one in written.tensors.items() if not name.endswith(copies))
-    of_rotation, of_packed_output = 2 * 4 * folders.HEAD_DIM // 4, 97 * folders.TARGET_WIDTH * 4
-    assert engine.facts.memory_plan["draft_weights"] == of_tensors + of_rotation + of_packed_output
+    of_tensors, of_copies = (
+        sum(one.nbytes for name, one in written.tensors.items() if name.endswith(copies) == is_copy)
+        for is_copy in (False, True)
+    )
+    least = of_tensors + 2 * 4 * folders.HEAD_DIM // 4 + 97 * folders.TARGET_WIDTH * 4
+    # Blocks of weights are filled up.
+    assert least <= engine.facts.memory_plan["draft_weights"] < least + of_copies
     run = tiny.run(engine, [tiny.request("a", [1, 2, 3], SPECULATIONS["chains"], temperature=1.0)])
     assert max(outcome.draft_length for outcome in run.outcomes["a"]) == 3
 
