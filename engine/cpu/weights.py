@@ -113,7 +113,7 @@ def remark_on(forms: Collection[Form]) -> str:
     if any(form.startswith("q") for form in forms):
         return "weights as in the file, rows of products are rounded to 8 bits"
     if "int4" in forms:
-        return "4-bit weights (8 bits in embeddings and output head), rows of products are rounded to 8 bits"
+        return "4-bit weights (8 bits in the output head), rows of products are rounded to 8 bits"
     if "int8" in forms:
         return "8-bit weights, rows of products are rounded to 8 bits"
     if "pairs" in forms:
