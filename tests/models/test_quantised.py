@@ -24,6 +24,7 @@ from engine.config import CacheConfig, EngineConfig, ModelConfig
 from engine.cuda.lean_decoder import LeanDecoder
 from engine.errors import ConfigError, LoadError
 from engine.models import quantising
+from engine.models.importing import import_torchao
 from engine.models.kinds import is_lean
 from engine.start import number_formats, plain_passes, probe
 from engine.start.building import build_engine
@@ -56,6 +57,7 @@ def written(folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> st
 
 def stored_by_torchao(folder: Path, plain: str, dtype: torch.dtype, config: Any) -> str:
     """The folder of a checkpoint of torchao."""
+    import_torchao()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         plain, quantization_config=transformers.TorchAoConfig(config), dtype=dtype
     )
