@@ -221,9 +221,10 @@ def _time_step(dt: Tensor, bias: Tensor | None, is_softplus: bool) -> Tensor:
 
 
 def _softplus(numbers: Tensor) -> Tensor:
-    """Return softplus(x), of numbers that zeros follow, so that all fill vectors.
+    """Return softplus of all numbers, computed in whole vectors.
 
-    Torch computes numbers that fill none by other instructions, so a row would depend on others.
+    Torch computes the last numbers, which fill no vector, by other instructions. So zeros follow
+    them; else a row's bits would depend on the number of rows.
     """
     flat = numbers.flatten()
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % _NUMBERS_OF_VECTORS))

@@ -66,7 +66,7 @@ def _walk_turns(
     group = head // group_size
     first_value = num_groups * key_dim
     first_rate = first_value + num_heads * value_dim
-    # A decay of one number is that of every line.
+    # A decay of one number is every line's.
     scale = tl.load(scales + head * num_scales + line % num_scales)
     for number in range(tl.load(begins + program), tl.load(begins + program + 1)):
         turn = turns + number * 7

@@ -356,7 +356,7 @@ def final_norm(body: Any) -> Any:
 
 
 def experts_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors with those of stacked experts by their numbers."""
+    """Return tensors in which each stacked expert has tensors by its number."""
     result = {}
     for name, tensor in tensors.items():
         begin, is_expert, kind = name.partition(".experts.")
