@@ -4,9 +4,9 @@ Are they true in ordinary use, from the first answer on?
 
 Three fresh daemons on the embedded pair take turns, and only one runs at a time: one serves default
 answers alone, one answers with seeds, one plain answers. The mean of the reports, weighted by the
-answers' times, is compared with the speed of these answers over the speed of plain answers.
-`--busy N` adds N processes that compute; `--cold` gives each daemon an empty cache of compiled
-kernels.
+answers' times, is compared with the true ratio: the speed of answers over the speed of plain
+answers. `--busy N` adds N processes that compute; `--cold` gives each daemon an empty cache of
+compiled kernels.
 """
 
 from __future__ import annotations

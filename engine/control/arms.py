@@ -213,7 +213,7 @@ class Bucket:
         arm.is_compared = before.is_compared = True
 
     def _with_doubt(self, covariance_AA: Numbers, doubted: list[Fanout], ratio: float) -> Numbers:
-        """Multiply the variances of these arms by the ratio, if the ratio is above 1."""
+        """Multiply the variances of doubted arms by a ratio above 1."""
         factor_A = np.where([one in doubted for one in self.arms], math.sqrt(max(1.0, ratio)), 1.0)
         present_AA: Numbers = covariance_AA * np.outer(factor_A, factor_A)
         return present_AA

@@ -46,6 +46,8 @@ class BlockWeight:
         self._call = TableCall(product_phase.work().address, pass_table.COUNTERS)
         self._call.put(pass_table.QKV, self._product.table())
         self._call.put(pass_table.QKV + 1, self._product.bias)
+        self._sizes = np.zeros(4, dtype=np.int64)
+        self._call.put(pass_table.SIZES, self._sizes)
         self.nbytes = self._product.nbytes
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -54,7 +56,7 @@ class BlockWeight:
         flat = rows.reshape(-1, depth).float().contiguous()
         result = torch.empty(len(flat), self._product.bias.shape[1])
         if len(flat):
-            self._call.put(pass_table.SIZES, np.array([0, torch.get_num_threads(), 0, 0]))
+            self._sizes[1] = torch.get_num_threads()
             self._call.put(pass_table.NORMED, flat.numpy())
             self._call.put(pass_table.JOINED, result.numpy())
             self._call.run()
@@ -313,7 +315,7 @@ def _form_of(weight: Tensor, weights: str, may_round_rows: bool, is_vocabulary: 
 
 
 def _untie(model: Any) -> None:
-    """Give the output head a parameter of its own, with the numbers of the embeddings."""
+    """Give the output head a separate parameter with the numbers of the embeddings."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head.weight is embedding.weight:
         head.weight = nn.Parameter(embedding.weight.detach(), requires_grad=False)

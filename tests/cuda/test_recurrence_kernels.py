@@ -52,7 +52,7 @@ class Text(NamedTuple):
     seat: int
     num_tokens: int
     parents: Sequence[int] = ()
-    """Of drafted nodes."""
+    """Parents of drafted nodes."""
     kept: tuple[int, int] = (-1, -1)
     """(Token, place) of another state."""
 

@@ -208,7 +208,7 @@ def test_unreadable_config_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("largest", ["Infinity", '{"__float__": "Infinity"}'])
 def test_infinite_numbers_of_transformers_are_read(largest: str, tmp_path: Path) -> None:
-    """As releases before 5 write them, and as later ones."""
+    """Read infinity as transformers 4 writes it, and as transformers 5 writes it."""
     path = tmp_path / "config.json"
     path.write_text(f'{{"time_step_limit": [0.0, {largest}]}}')
     assert read_object(path) == {"time_step_limit": [0.0, float("inf")]}
