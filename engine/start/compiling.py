@@ -115,6 +115,9 @@ def _forms_used(config: ModelConfig) -> _Forms:
             forms = forms_of(dtype, weights, config.activations == "auto")
             products |= set(forms)
             embeddings.add(forms.vocabulary)
+        if not may_decode(read_config(config.target, config.revision)):
+            # Small layers of models in transformers' code keep the checkpoint's type.
+            products.add(forms_of(dtype, may_round_rows=False).layers)
     return _Forms(frozenset(products), frozenset(embeddings))
 
 

@@ -182,6 +182,11 @@ def test_a_first_start_compiles_the_kernel_ahead(tmp_path: Path) -> None:
     assert set(jobs_of(ModelConfig(target=str(tmp_path), device="cpu"))) == jobs | {"heads"}
     families.config("gemma2", dtype=torch.float32).save_pretrained(tmp_path)
     assert set(jobs_of(ModelConfig(target=str(tmp_path), device="cpu"))) == jobs
+    families.config("gemma2", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    few = ModelConfig(target=str(tmp_path), device="cpu", weights="int4")
+    assert jobs_of(few).keys() >= {"products-int4", "products-int8", "products-bfloat16"}, (
+        "small layers keep their type"
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
