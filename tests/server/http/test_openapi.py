@@ -8,25 +8,34 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.daemon_process import Daemon
+from tests.grid import slow_fixture
+from tests.server.daemon_process import Daemon, Daemons
 
 
-@pytest.mark.slow
-def test_no_generated_call_is_a_server_error(daemon: Daemon, tmp_path: Path) -> None:
-    """Hundreds of calls, in and out of the schema, with a fixed seed."""
+@pytest.fixture(scope="module")
+@slow_fixture
+def brief_daemon(daemons: Daemons, pair_arguments: list[str]) -> Daemon:
+    """A daemon with a short context, so that no generated call has a long answer."""
+    return daemons.get(*pair_arguments, "--no-calibrate", "--max-model-len", "64")
+
+
+def test_no_generated_call_is_a_server_error(brief_daemon: Daemon, tmp_path: Path) -> None:
+    """Thousands of calls, in and out of the schema, with a fixed seed."""
     done = subprocess.run(
         [
             str(Path(sys.executable).with_name("schemathesis")),
             "run",
-            f"{daemon.url}/openapi.json",
+            f"{brief_daemon.url}/openapi.json",
             "--url",
-            daemon.url,
+            brief_daemon.url,
             "--checks",
             "not_a_server_error",
             "--max-examples",
             "8",
             "--seed",
             "1",
+            "--request-timeout",
+            "60",
             "--no-color",
         ],
         capture_output=True,
@@ -36,7 +45,7 @@ def test_no_generated_call_is_a_server_error(daemon: Daemon, tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert "passed" in done.stdout
-    with daemon.client() as client:
+    with brief_daemon.client() as client:
         assert client.get("/ready").status_code == 200
 
 
