@@ -22,7 +22,9 @@ from tests.grid import slow_fixture
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "ready> "
 DISCARD_LINE = "\x15\r"
-"""Keys that empty the line and ask for another; a signal could come between two of the shell's reads and be lost."""
+"""Keys that empty the line and ask for another. A signal that comes between two of the shell's
+reads is lost.
+"""
 COMPLETED = (
     ("polydraft ser", "polydraft serve "),
     ("polydraft serve --spec-r", "--spec-rule "),
