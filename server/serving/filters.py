@@ -144,8 +144,10 @@ class AnswerFilter(TextFilter):
                 continue
             if self._only_call is not None:
                 self._only_call.feed(part, False)
-            looks = may_stop and not isinstance(part, CallHeader)
-            yield self._within_lines(self._cut.feed(part, looks))
+            if isinstance(part, CallHeader):
+                yield self._within_lines(self._cut.finish() + part)
+                continue
+            yield self._within_lines(self._cut.feed(part, may_stop))
             if self._cut.is_cut:
                 return
 

@@ -30,6 +30,8 @@ class StopCut:
         self._shown = tuple(stop for stop in self._stops if stop not in self._with_hidden)
         self._include = include
         self._held = ""
+        self._num_early = 0
+        """Characters of the held text in which no stop string may end."""
         self._places: list[int] = []
         """Places of the shown characters in the text that is held back."""
         self.stop: str | None = None
@@ -47,8 +49,8 @@ class StopCut:
     def feed(self, text: str, looks: bool = True, hidden: str = "") -> str:
         """Take a piece of text and return the text to release; nothing after the first stop string.
 
-        looks: False for text in which stop strings do not count (before min_tokens). hidden: text
-        of a special token after the piece.
+        looks: False for text in which no stop string ends (before min_tokens); one may begin in it.
+        hidden: text of a special token after the piece.
         """
         if self.is_cut:
             return ""
@@ -57,7 +59,7 @@ class StopCut:
         self._places += range(len(self._held), len(self._held) + len(text))
         self._held += text + hidden
         if not looks:
-            return self._release(len(self._held))
+            self._num_early = len(self._held)
         shown = self._shown_text()
         hits = self._hits(shown)
         if hits:
@@ -75,12 +77,13 @@ class StopCut:
     def _hits(self, shown: str) -> list[tuple[int, int, str]]:
         """Return (end, begin, stop string) of the complete stop strings in the held text."""
         hits = []
+        num_early_shown = sum(place < self._num_early for place in self._places)
         for stop in self._with_hidden:
-            begin = self._held.find(stop)
+            begin = self._held.find(stop, max(0, self._num_early - len(stop) + 1))
             if begin >= 0:
                 hits.append((begin + len(stop), begin, stop))
         for stop in self._shown:
-            begin = shown.find(stop)
+            begin = shown.find(stop, max(0, num_early_shown - len(stop) + 1))
             if begin >= 0:
                 last = self._places[begin + len(stop) - 1]
                 hits.append((last + 1, self._places[begin], stop))
@@ -102,4 +105,5 @@ class StopCut:
         released = "".join(self._held[place] for place in self._places if place < count)
         self._places = [place - count for place in self._places if place >= count]
         self._held = self._held[count:]
+        self._num_early = max(0, self._num_early - count)
         return released

@@ -23,9 +23,12 @@ TEXT = st.text("ab", max_size=40)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
 
 
-def reference(text: str, stops: list[str], include: bool) -> tuple[str, bool]:
-    """Return (the answer, whether a stop string ended it), cut at the first moment."""
-    for end in range(1, len(text) + 1):
+def reference(text: str, stops: list[str], include: bool, num_early: int = 0) -> tuple[str, bool]:
+    """Return (the answer, whether a stop string ended it), cut at the first moment.
+
+    num_early: first characters, in which none ends.
+    """
+    for end in range(num_early + 1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
             start = end - max(len(stop) for stop in complete)
@@ -92,6 +95,18 @@ def test_any_split_gives_the_cut_of_the_whole_text(text: str, stops: list[str], 
     assert cut.is_cut == is_cut
     if is_cut:
         assert cut.feed("ab") + cut.finish() == ""
+
+
+@settings(deadline=None)
+@given(early=TEXT, text=TEXT, stops=STOPS, hidden=st.sampled_from([[], ["a"]]))
+def test_a_stop_string_may_begin_before_min_tokens(early: str, text: str, stops: list[str], hidden: list[str]) -> None:
+    """One that is complete there ends nothing. hidden: as if it spelt a special token."""
+    expected, is_cut = reference(early + text, stops, False, len(early))
+    cut = StopCut(stops, hidden=hidden)
+    released = "".join(cut.feed(letter, looks=False) for letter in early)
+    assert expected.startswith(released)
+    released += "".join(map(cut.feed, text)) + cut.finish()
+    assert (released, cut.is_cut) == (expected, is_cut)
 
 
 @settings(deadline=None)
