@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.config import GrammarConfig
-from engine.errors import DEAD_END, GRAMMAR_UNAVAILABLE, RequestError
+from engine.errors import DEAD_END, GRAMMAR_UNAVAILABLE, NOTHING_LEFT, RequestError
 from engine.grammar.grammar_process import (
     KILL,
     START,
@@ -43,6 +43,14 @@ from engine.request import GRAMMAR
 Bools = npt.NDArray[np.bool_]
 Paths = Sequence[Sequence[int]]
 
+_AT_DEAD_END = (
+    "the grammar was accepted, but after the answer so far it allows no token of this model's vocabulary",
+    DEAD_END,
+)
+_AGAINST_MASKS = (
+    "after the answer so far the grammar allows only tokens that bad_words and allowed_token_ids exclude; allow more",
+    NOTHING_LEFT,
+)
 _LONGEST_MESSAGE = 1 << 20
 _LEAST_WAIT_S = 0.001
 
@@ -69,25 +77,25 @@ class GrammarClient:
         """Process that follows the grammar; 0 until it has begun."""
         self._num_sent = -1
         """Tokens of the answer that the process knows; -1 before the first question."""
-        self._dead_ends: set[tuple[int, ...]] = set()
-        """Paths after which the grammar allows no token."""
+        self._masks: dict[tuple[int, ...], bytes] = {}
+        """Masks of the current answer by path, as bits."""
         self._is_ready = False
         self._begin_clock()
         self._send(Start(grammar))
 
     def check_answer(self, emitted: Sequence[int]) -> None:
-        """Set `failure` if a step has emitted a token after a dead end.
+        """Set `failure` if a step has emitted a token where all masks together allowed none.
 
         emitted: the step's tokens after the answer for which masks were requested.
         """
         if self.failure is not None:
             return
-        if any(tuple(emitted[:count]) in self._dead_ends for count in range(len(emitted))):
-            self.failure = RequestError(
-                "the grammar was accepted, but after the answer so far it allows no token of this model's vocabulary",
-                GRAMMAR,
-                DEAD_END,
-            )
+        for depth, token in enumerate(emitted):
+            mask = self._masks.get(tuple(emitted[:depth]))
+            if mask is not None and not mask[token >> 3] >> (token & 7) & 1:
+                reason, code = _AGAINST_MASKS if any(mask) else _AT_DEAD_END
+                self.failure = RequestError(reason, GRAMMAR, code)
+                return
 
     def is_ready(self) -> bool:
         """Whether masks can be requested. Raise RequestError if the grammar cannot be followed."""
@@ -111,7 +119,7 @@ class GrammarClient:
         """
         has_grown = len(answer) != self._num_sent
         if has_grown:
-            self._dead_ends.clear()
+            self._masks.clear()
         # A step may ask several times about an answer; after thoughts the answer may be empty.
         if has_grown or not answer:
             self._begin_clock()
@@ -130,11 +138,10 @@ class GrammarClient:
             message = self._receive()
             if isinstance(message, Masks):
                 self._check_time(limit_s)
-                masks = [self._unpacked(mask) for mask in message.masks]
-                for path, mask in zip(paths, masks, strict=True):
-                    if mask is not None and not mask.any():
-                        self._dead_ends.add(tuple(path))
-                return masks
+                for path, mask in zip(paths, message.masks, strict=True):
+                    if mask is not None:
+                        self._masks[tuple(path)] = mask
+                return [self._unpacked(mask) for mask in message.masks]
         return [None] * len(paths)
 
     def _unpacked(self, mask: bytes | None) -> Bools | None:

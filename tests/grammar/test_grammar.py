@@ -19,7 +19,7 @@ import torch
 from llguidance import LLMatcher
 
 from engine.config import GrammarConfig
-from engine.errors import DEAD_END, GRAMMAR_UNAVAILABLE, NO_VOCABULARY, RequestError
+from engine.errors import DEAD_END, GRAMMAR_UNAVAILABLE, NO_VOCABULARY, NOTHING_LEFT, RequestError
 from engine.fixed_edits import FixedEdits
 from engine.grammar.grammar import GrammarClient, GrammarPool
 from engine.grammar.grammar_process import Begun, Masks, _brief, follow
@@ -325,22 +325,26 @@ def test_a_pool_whose_process_has_died_starts_another(grammars: GrammarPool) -> 
 
 
 @pytest.mark.parametrize(
-    ("dead", "emitted", "fails"),
+    ("place", "emitted", "fails"),
     [((), [7], True), ((5,), [5, 7], True), ((5,), [5], False), ((5,), [6, 7], False), ((5, 6), [5, 7], False)],
 )
-def test_a_token_after_a_dead_end_fails_the_answer(dead: tuple[int, ...], emitted: list[int], fails: bool) -> None:
-    """If the masks leave nothing, a token is drawn all the same; no client sees it."""
+@pytest.mark.parametrize(("mask", "code"), [(b"\0\0", DEAD_END), (b"\x7f\xff", NOTHING_LEFT)])
+def test_a_token_that_the_grammar_excludes_fails_the_answer(
+    place: tuple[int, ...], emitted: list[int], fails: bool, mask: bytes, code: str
+) -> None:
+    """If the grammar, or the grammar and other masks, allow none, a token is drawn all the same."""
     paths: list[tuple[int, ...]] = [(), (5,), (5, 6)]
     ours, theirs = socket.socketpair()
     with Connection(ours.detach()) as connection, Connection(theirs.detach()) as process:
         state = GrammarClient(connection, OBJECT, 16, LIMITS, lambda _: None)
         wait = state.masks((), paths)
         process.send_bytes(msgspec.msgpack.encode(Begun(os.getpid())))
-        process.send_bytes(msgspec.msgpack.encode(Masks([b"\0\0" if path == dead else b"\1\0" for path in paths])))
-        assert [mask is not None and mask.any() for mask in wait()] == [path != dead for path in paths]
+        masks = [mask if path == place else b"\xff\xff" for path in paths]
+        process.send_bytes(msgspec.msgpack.encode(Masks(masks)))
+        assert [bool(read is not None and read[7]) for read in wait()] == [path != place for path in paths]
         state.check_answer(emitted)
     if fails:
         assert state.failure is not None
-        assert state.failure.code == DEAD_END
+        assert state.failure.code == code
     else:
         assert state.failure is None

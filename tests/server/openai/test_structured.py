@@ -82,6 +82,18 @@ def test_a_grammar_goes_before_min_tokens(http: httpx.Client) -> None:
     assert choice["text"] in ("yes", "no")
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_grammar_whose_tokens_are_bad_words_ends_with_an_error(
+    http: httpx.Client, shape: str, temperature: float
+) -> None:
+    masks = {"structured_outputs": {"regex": "hello world"}, "bad_words": ["world"], "temperature": temperature}
+    response = http.post(COMPLETIONS, json={**CALL, **masks, "speculation": SHAPES[shape]})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "no_token_left"), error
+
+
 @pytest.mark.slow
 def test_a_thousand_answers_are_all_valid(http: httpx.Client) -> None:
     """All seats taken, four drafts, temperature 1."""
