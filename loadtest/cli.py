@@ -188,8 +188,8 @@ def _measure(options: argparse.Namespace) -> int:
                 result = run(url, wanted, before_url)
                 if options.before is not None:
                     result["before"] = commit_of(options.before)
-    except (RuntimeError, httpx.HTTPError) as error:
-        place = f" ({options.url})" if options.url and isinstance(error, httpx.HTTPError) else ""
+    except (RuntimeError, httpx.HTTPError, httpx.InvalidURL) as error:
+        place = f" ({options.url})" if options.url and not isinstance(error, RuntimeError) else ""
         print(f"polydraft bench: {error}{place}", file=sys.stderr)
         return 1
     _publish(result, options.output, options.plot)

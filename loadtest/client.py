@@ -51,8 +51,13 @@ def resident_mib(url: str) -> dict[str, int]:
 
 
 def served_model(url: str) -> str:
-    """Return the name of the daemon's model."""
-    return str(httpx.get(f"{url}/v1/models", headers=key_headers()).raise_for_status().json()["data"][0]["id"])
+    """Return the name of the daemon's model. Raises RuntimeError if it cannot be measured now."""
+    response = httpx.get(f"{url}/v1/models", headers=key_headers())
+    if response.status_code == 401:
+        raise RuntimeError(f"{url} needs an API key; set POLYDRAFT_API_KEY in the environment")
+    if not response.is_success:
+        raise RuntimeError(f"{url} answered {response.status_code}: {response.text}")
+    return str(response.json()["data"][0]["id"])
 
 
 def address_of(url: str) -> tuple[str, int]:

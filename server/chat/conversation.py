@@ -71,7 +71,7 @@ class Conversation:
     def _cut_by(self) -> str:
         if "max_tokens" in (self.metrics or {}) or "max_tokens" not in self.options:
             return "the context is full; /new begins a new conversation"
-        return f"cut after {self.options['max_tokens']} tokens (--max-tokens)"
+        return f"cut after {self.options['max_tokens']} tokens; /set max_tokens N sets another bound"
 
     def clear(self) -> None:
         """Begin a new conversation."""
@@ -169,8 +169,14 @@ def key_headers() -> dict[str, str]:
 
 
 def client_of(url: str) -> httpx.Client:
-    """Return a client of the daemon at an address, with the API key of POLYDRAFT_API_KEY."""
-    return httpx.Client(base_url=url, headers=key_headers(), timeout=_TIMEOUT)
+    """Return a client of an address, with the key of POLYDRAFT_API_KEY; raises ChatError."""
+    try:
+        client = httpx.Client(base_url=url, headers=key_headers(), timeout=_TIMEOUT)
+    except httpx.InvalidURL as error:
+        raise ChatError(f"--url {url}: no address ({error}); it looks like http://localhost:8000") from error
+    if client.base_url.scheme not in ("http", "https") or not client.base_url.host:
+        raise ChatError(f"--url {url}: no address; it looks like http://localhost:8000")
+    return client
 
 
 def served_model(client: httpx.Client, wanted: str | None, waiting: Callable[[], None]) -> str:

@@ -193,8 +193,8 @@ class Terminal:
             self._show(("note", f"the system prompt is {'set' if value else 'empty'}\n"))
         elif name == "/set":
             self._set(*value.split(maxsplit=1))
-        elif name in ("/save", "/load") and value:
-            self._file(name, Path(value).expanduser())
+        elif name in ("/save", "/load"):
+            self._file(name, value)
         elif name == "/help":
             self._show(("note", _HELP))
         else:
@@ -215,16 +215,20 @@ class Terminal:
         settings = ", ".join(f"{key} {json.dumps(options[key])}" for key in sorted(options))
         self._show(("note", f"{settings or 'all settings are the defaults of the model'}\n"))
 
-    def _file(self, name: str, path: Path) -> None:
+    def _file(self, name: str, value: str) -> None:
         from server.chat.conversation import ChatError
 
+        if not value:
+            self._show(("error", f"{name}: name a file, as in {name} FILE\n"))
+            return
         conversation = self._conversation
         try:
+            path = Path(value).expanduser()
             if name == "/save":
                 conversation.save(path)
             else:
                 conversation.load(path)
-        except ChatError as error:
+        except (ChatError, RuntimeError) as error:  # a home folder that nobody has is a RuntimeError
             self._show(("error", f"{error}\n"))
             return
         done = "saved" if name == "/save" else "loaded"

@@ -274,7 +274,9 @@ def speculation_of(body: GenerationFields, defaults: SpeculationConfig, facts: E
         adaptive = defaults.adaptive and EARLIER_ANSWERS in drafters
         return Speculation(rule=rule, drafters=drafters, adaptive=adaptive)
     if not facts.has_draft:
-        raise RequestError("the server runs without a draft model, so that none can draft", "speculation")
+        raise RequestError(
+            "speculation: this server has no draft model; leave it out, or send drafters without 'model'", "speculation"
+        )
     return _model_speculation(asked, msgspec.structs.replace(defaults, drafters=drafters), rule, facts)
 
 
@@ -288,7 +290,7 @@ def _refuse_model_fields(asked: SpeculationFields) -> None:
     for name in ("num_drafts", "draft_length", "tree", "draft_method", "over_acceptance"):
         if getattr(asked, name):
             raise RequestError(
-                f"{name} is about the draft model's chains, and 'model' is not among the drafters",
+                f"speculation.{name}: no draft model drafts, because 'model' is not among the drafters; leave it out",
                 f"speculation.{name}",
             )
 

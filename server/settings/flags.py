@@ -179,9 +179,9 @@ def _with_dashes(word: str) -> str:
 
 def _unknown(command: _Command, word: str) -> str:
     if not word.startswith("-") and command is _RUN_BATCH:
-        return f"{word}: unexpected; one FILE is answered, and what belongs to a flag follows it"
+        return f"{word}: unexpected; one FILE is answered, and a flag of several values is repeated for each"
     if not word.startswith("-"):
-        return f"{word}: unexpected; one MODEL is served, and what belongs to a flag follows it"
+        return f"{word}: unexpected; one MODEL is served, and a flag of several values is repeated for each"
     flag = word.partition("=")[0]
     name = flag.removeprefix("--").removeprefix("no-")
     if name.replace("-", "_") in command.without:

@@ -37,6 +37,8 @@ def _words(value: Any) -> Any:
 
 
 def _split(text: str) -> list[Any]:
+    if text.startswith("{"):
+        return [text]
     if not text.startswith("["):
         return [part.strip() for part in text.split(",")]
     try:

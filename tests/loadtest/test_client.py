@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtest import client
+from loadtest import cli, client
 from loadtest.client import Sample, closed_loop
 from loadtest.workload import Prompt
 from tests.wrong import instead
@@ -119,3 +119,15 @@ def test_a_server_that_counts_at_the_end_only_is_counted() -> None:
 
     assert asyncio.run(run()).num_tokens == 3
     assert received == [1, 1, 0, 1]
+
+
+@pytest.mark.parametrize(("status", "advice"), [(401, "set POLYDRAFT_API_KEY"), (503, "answered 503: still loading")])
+def test_a_daemon_that_cannot_be_measured_says_why(status: int, advice: str) -> None:
+    answer = httpx.Response(status, text="still loading")
+    with instead(httpx, "get", lambda *_, **__: answer), pytest.raises(RuntimeError, match=advice):
+        client.served_model("http://nowhere")
+
+
+def test_an_address_that_is_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--short", "--url", "http://localhost:port"]) == 1
+    assert "Invalid port: 'port' (http://localhost:port)" in capsys.readouterr().err

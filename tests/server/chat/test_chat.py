@@ -128,7 +128,11 @@ def test_a_cut_answer_names_its_bound(conversation: Conversation) -> None:
     for message in ("long", "full", "a"):
         list(conversation.ask(message))
         cuts.append(conversation.cut)
-    assert cuts == ["cut after 9 tokens (--max-tokens)", "the context is full; /new begins a new conversation", ""]
+    assert cuts == [
+        "cut after 9 tokens; /set max_tokens N sets another bound",
+        "the context is full; /new begins a new conversation",
+        "",
+    ]
 
 
 def test_what_has_arrived_stays_and_what_was_refused_goes(conversation: Conversation) -> None:
@@ -162,6 +166,9 @@ def test_without_a_terminal_or_a_daemon_it_says_what_to_do(capsys: pytest.Captur
     assert "needs a terminal" in capsys.readouterr().err
     with client_of("http://127.0.0.1:9") as client, pytest.raises(ChatError, match="start one: polydraft serve"):
         served_model(client, None, lambda: None)
+    for address in ("localhost:8000", "http://localhost:port", "ftp://localhost", ""):
+        with pytest.raises(ChatError, match="it looks like http://localhost:8000"):
+            client_of(address)
 
 
 def said(conversation: Conversation, *commands: str) -> str:
@@ -193,6 +200,8 @@ def test_a_saved_conversation_goes_on(conversation: Conversation, tmp_path: Path
     path.write_text('{"messages": [5]}')
     assert "not a conversation" in said(conversation, f"/load {path}")
     assert "cannot be written" in said(conversation, f"/save {tmp_path}")
+    assert "/save: name a file" in said(conversation, "/save")
+    assert "home directory" in said(conversation, "/load ~nobody-has-it/x")
     assert conversation.body() == saved
 
 

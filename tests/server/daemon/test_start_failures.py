@@ -76,6 +76,7 @@ def error_line(daemon: Daemon) -> str:
         (["--num-drafts", "17"], "--num-drafts 17: must be between 1 and 16, or raise --max-num-drafts"),
         (["--draft-tree", "2,2"], "--draft-tree 2,2: rule 'bv_race' would be biased with chains that share"),
         (["--lora-modules", "polite"], "must be NAME=PATH"),
+        (["--lora-modules", '{"name": "a", "path": "/b"}'], "must be NAME=PATH"),
         (["--lora-modules", "a=/b", "--lora-modules", "c=/d"], "one adapter is merged"),
         (["--lora-modules", "a=/b", "--served-model-name", "c"], "--lora-modules gives the model its name"),
         (["--config", "no/such/file.toml"], "no/such/file.toml: cannot be read"),

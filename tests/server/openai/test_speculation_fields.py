@@ -39,8 +39,14 @@ def test_all_drafters_may_be_asked_for_together() -> None:
 
 @pytest.mark.parametrize("asked", [{"rule": "block"}, {"num_drafts": 2}, {"drafters": ["model"]}, {"tree": [2, 1]}])
 def test_drafts_of_the_model_are_refused(asked: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="without a draft model"):
+    with pytest.raises(RequestError, match="no draft model; leave it out"):
         speculation(asked)
+
+
+@pytest.mark.parametrize("asked", [{"num_drafts": 2}, {"draft_length": 3}, {"tree": [2, 1]}])
+def test_shapes_of_drafts_of_the_model_are_refused_if_texts_draft(asked: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=rf"^speculation\.{next(iter(asked))}: .*; leave it out"):
+        speculation(asked, drafters=("prompt_lookup",))
 
 
 def test_earlier_answers_draft_for_requests_that_the_engine_adapts() -> None:

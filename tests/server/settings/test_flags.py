@@ -59,6 +59,7 @@ def test_help_has_the_usual_flags_by_group_and_all_of_them_on_request(capsys: py
         (["--wholly-different"], "--wholly-different: unknown flag"),
         (["a", "--model", "b"], "--model b: MODEL is a already"),
         (["a", "b"], "b: unexpected"),
+        (["a", "--served-model-name", "b", "c"], "c: unexpected; one MODEL is served, and a flag of several values is"),
         (["--help=some"], "the only value is all"),
     ],
 )
