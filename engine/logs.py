@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 _PLAIN = re.compile(r"[!#-~]+")
 """A value that needs no quotes."""
+_FOUR_DIGITS = 9999.5
 
 
 def log_fields(**values: Any) -> dict[str, Any]:
@@ -22,7 +23,8 @@ def log_fields(**values: Any) -> dict[str, Any]:
 
 def _value(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.4g}"
+        # No exponent: half a minute is total_ms=31860.
+        return f"{value:.4g}" if abs(value) < _FOUR_DIGITS else f"{value:.0f}"
     text = str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
 

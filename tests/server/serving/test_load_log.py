@@ -10,7 +10,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from engine.api import StepResults
+from engine.api import StepResults, log_fields
+from engine.logs import TextFormatter
 from server.serving.live import Live
 from server.serving.load_log import INTERVAL_S, LoadLog
 from tests.server.daemon_process import MODEL, Daemons
@@ -49,6 +50,12 @@ def test_the_line_counts_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> 
     assert (second["tokens_per_step"], second["speedup"]) == (None, None)
     assert second["resting"] == 0.5
     assert load.read() is None
+
+
+def test_numbers_of_a_line_have_four_digits_and_no_exponent() -> None:
+    record = logging.LogRecord("polydraft", logging.INFO, "", 0, "request", (), None)
+    record.__dict__.update(log_fields(total_ms=31_860.4, ttft_ms=9_999.5, queue_ms=0.012345, rate=87.654321))
+    assert TextFormatter().format(record).endswith("total_ms=31860 ttft_ms=10000 queue_ms=0.01235 rate=87.65")
 
 
 def test_idle_daemon_logs_no_load(caplog: pytest.LogCaptureFixture) -> None:
