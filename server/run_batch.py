@@ -110,6 +110,8 @@ def _lines_of(path: Path) -> list[InputLine]:
     """Return the lines of the input; raises ConfigError if there are none."""
     try:
         with path.open("rb") as file:
+            if not file.seekable():
+                raise ConfigError(f"{path}: a pipe, and each line is read again when it is answered; name a file")
             lines = list(read_lines(file, ENDPOINTS))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
@@ -134,7 +136,8 @@ def _lines_left(command: BatchCommand, lines: Sequence[InputLine]) -> tuple[int,
             output.seek(0)
             done = set(_ids_of(output))
     except OSError as error:
-        raise ConfigError(f"-o {path}: cannot be written ({error.strerror})") from error
+        reason = error.strerror or "a pipe; name a file"
+        raise ConfigError(f"-o {path}: cannot be written ({reason})") from error
     if done - {line.line_id for line in lines}:
         raise ConfigError(
             f"-o {path}: has answers to other lines than {command.input_file}; choose another file, or --overwrite"

@@ -171,6 +171,20 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     assert _lines_of(source) == lines
 
 
+def test_pipes_are_refused(tmp_path: Path) -> None:
+    """The lines are read twice, and those of the output are read first."""
+    source, pipe = tmp_path / "in.jsonl", tmp_path / "pipe"
+    source.write_text("\n".join(short_lines(2)))
+    os.mkfifo(pipe)
+    descriptor = os.open(pipe, os.O_RDWR)  # opening an end waits for the other one
+    with pytest.raises(ConfigError, match="a pipe, and each line is read again"):
+        _lines_of(pipe)
+    settings = parse_batch_flags(["in", "-o", "out"]).settings
+    with pytest.raises(ConfigError, match="a pipe; name a file"):
+        _lines_left(BatchCommand(settings, source, pipe, False), _lines_of(source))
+    os.close(descriptor)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
