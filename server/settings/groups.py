@@ -387,8 +387,8 @@ class HttpSettings(_Group):
     ssl_certfile: File = None
     """TLS certificate"""
     rate_limit: str | None = None
-    """limit of POSTs under /v1/, and to /infill, per key (without keys: per address), such as
-    60/minute,5/second
+    """limit of POSTs under /v1/ and /api/, and to /infill and /completion, per key (without keys:
+    per address), such as 60/minute,5/second
     """
     max_request_bytes: PositiveAmount = 4 << 20
     """largest request body; more gets 413"""
