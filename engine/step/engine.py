@@ -243,19 +243,20 @@ class Engine:
     def _end_masked(self, plan: Plan, verdict: StepVerdict, outcomes: Sequence[Outcome]) -> None:
         """End the requests that emitted a token although their masks allowed no token.
 
-        The token is not sent. Grammars also check the emitted tokens.
+        The token is not sent. If a grammar fails for the tokens, `_end_followed` ends its request.
         """
         # A broken row has no outcome.
         rows = [row for row in plan.sampling_rows if row.sequence_id not in verdict.broken]
-        for row, outcome in zip(rows, outcomes, strict=True):
-            if row.text is None:
+        emitted = [(row, row.text, outcome.token_ids) for row, outcome in zip(rows, outcomes, strict=True)]
+        for _, text, tokens in emitted:
+            if text is not None and text.grammar is not None:
+                text.grammar.check_answer(tokens)
+        failed = {request_id for request_id, _ in self.grammar_queue.failed()}
+        for row, text, tokens in emitted:
+            if text is None or row.request_id in failed:
                 continue
-            tokens = outcome.token_ids
-            grammar = row.text.grammar
-            if grammar is not None:
-                grammar.check_answer(tokens)
-            leaves_thoughts = isinstance(grammar, ThinkingGrammar) and not grammar.allows(tokens)
-            if leaves_thoughts or has_dead_end(row.text, tokens, self.facts.vocab_size):
+            leaves_thoughts = isinstance(text.grammar, ThinkingGrammar) and not text.grammar.allows(tokens)
+            if leaves_thoughts or has_dead_end(text, tokens, self.facts.vocab_size):
                 self._end(row.request_id, MASKED)
 
     def _end(self, request_id: str, error: RequestError) -> None:
