@@ -247,17 +247,21 @@ class Engine:
         """
         # A broken row has no outcome.
         rows = [row for row in plan.sampling_rows if row.sequence_id not in verdict.broken]
-        emitted = [(row, row.text, outcome.token_ids) for row, outcome in zip(rows, outcomes, strict=True)]
+        emitted = [
+            (row.request_id, row.text, outcome.token_ids)
+            for row, outcome in zip(rows, outcomes, strict=True)
+            if row.text is not None
+        ]
         for _, text, tokens in emitted:
-            if text is not None and text.grammar is not None:
+            if text.grammar is not None:
                 text.grammar.check_answer(tokens)
         failed = {request_id for request_id, _ in self.grammar_queue.failed()}
-        for row, text, tokens in emitted:
-            if text is None or row.request_id in failed:
+        for request_id, text, tokens in emitted:
+            if request_id in failed:
                 continue
             leaves_thoughts = isinstance(text.grammar, ThinkingGrammar) and not text.grammar.allows(tokens)
             if leaves_thoughts or has_dead_end(text, tokens, self.facts.vocab_size):
-                self._end(row.request_id, MASKED)
+                self._end(request_id, MASKED)
 
     def _end(self, request_id: str, error: RequestError) -> None:
         self._ended.append((request_id, error))
