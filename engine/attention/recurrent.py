@@ -24,8 +24,8 @@ from engine.attention.states import CallShape
 from engine.attention.tensors import KVTensors
 
 _REPLACED = "_polydraft_replaced"
-_NUMBERS_OF_VECTORS = 64
-"""Multiple of the numbers that a CPU computes together."""
+_LINEAR_SOFTPLUS = 20
+"""Number above which torch's softplus is the number itself."""
 
 
 class Operands(NamedTuple):
@@ -120,7 +120,8 @@ class PathCalls:
             result_TC.addcmul_(inputs[number_T].float() * is_text_T[:, None], weight_C)
         result_TC = result_TC.to(weight_CK.dtype)
         if activation is not None:
-            result_TC = ACT2FN[activation](result_TC)
+            activate = _silu if activation in ("silu", "swish") else ACT2FN[activation]
+            result_TC = activate(result_TC)
         states[windows.places_P] = inputs[windows.stored_PW]
         self._store(nodes, inputs)
         return result_TC.to(rows_TC.dtype)
@@ -210,7 +211,7 @@ def _selective(right: Callable[..., Any]) -> Callable[..., Any]:
         output = calls.recur(Operands(key, rate * rows, rate, None, query, A.float()))
         gate = more.get("z")
         result = _with_skip(output, rows, more.get("D")).squeeze(-1).T.unsqueeze(0)
-        return result if gate is None else result * torch.nn.functional.silu(gate)
+        return result if gate is None else result * _silu(gate)
 
     return scan
 
@@ -220,15 +221,24 @@ def _time_step(dt: Tensor, bias: Tensor | None, is_softplus: bool) -> Tensor:
     return (_softplus(dt) if is_softplus else dt).float()
 
 
-def _softplus(numbers: Tensor) -> Tensor:
-    """Return softplus of all numbers, computed in whole vectors.
+# Torch's SiLU and softplus compute the numbers that fill no vector by other instructions: the last
+# numbers of a tensor, and of the part of each thread. So a row's bits would depend on the number of
+# rows. The operations below have the same bits for all numbers.
 
-    Torch computes the last numbers, which fill no vector, by other instructions. So zeros follow
-    them; else a row's bits would depend on the number of rows.
-    """
-    flat = numbers.flatten()
-    padded = torch.nn.functional.pad(flat, (0, -len(flat) % _NUMBERS_OF_VECTORS))
-    return torch.nn.functional.softplus(padded)[: len(flat)].view(numbers.shape)
+
+def _silu(numbers: Tensor) -> Tensor:
+    if numbers.device.type != "cpu":
+        return torch.nn.functional.silu(numbers)
+    wide = numbers.float()
+    return (wide / wide.neg().exp_().add_(1)).to(numbers.dtype)
+
+
+def _softplus(numbers: Tensor) -> Tensor:
+    if numbers.device.type != "cpu":
+        return torch.nn.functional.softplus(numbers)
+    wide = numbers.float()
+    is_linear = wide > _LINEAR_SOFTPLUS
+    return torch.where(is_linear, wide, wide.exp().log1p()).to(numbers.dtype)
 
 
 def _with_skip(output: Tensor, rows: Tensor, skip: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from engine.attention.inputs import NO_NODES, NodeInput, SequenceInput, build
 from engine.attention.paths import Paths
-from engine.attention.recurrent import Operands, PathCalls
+from engine.attention.recurrent import Operands, PathCalls, _time_step
 from engine.attention.states import CallShape, States, StateSizes
 from engine.attention.tensors import KVShape, KVTensors, node_moves
 from engine.plan import StatePlaces
@@ -126,6 +126,32 @@ PASSES: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("passes", PASSES)
 def test_outputs_are_those_of_plain_decoding_to_the_bit(passes: str) -> None:
     assert torch.equal(PASSES[passes](), decoded(Model(), range(1, 22)))
+
+
+@pytest.mark.parametrize("name", ["convolution", "time step"])
+def test_bits_do_not_depend_on_threads(name: str) -> None:
+    """A thread computes a third of ten rows of 8,192 channels, or all."""
+    passes = torch.randn(6, 10, 8192, generator=torch.Generator().manual_seed(2))
+    threads = torch.get_num_threads()
+    outputs = []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            outputs.append(torch.stack([activated(name, rows) for rows in passes]))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*outputs)
+
+
+def activated(name: str, rows: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of one-token texts after a convolution, or time steps."""
+    if name == "time step":
+        return _time_step(rows, None, True)
+    width = rows.shape[1]
+    storage = KVTensors(KVShape({}, calls=(CallShape(width, (1, width)),)), 1, torch.float32, CPU)
+    layout = build([part([0], 0, 1, StatePlaces(0, -1, 0)) for _ in rows], 4)
+    calls = PathCalls(storage, Paths(layout, storage.states.sizes, CPU))
+    return calls.convolve(rows, torch.ones(width, 2), None, "silu")
 
 
 def test_room_does_not_grow_with_texts() -> None:
