@@ -160,11 +160,11 @@ def _rows_together(most_rows: int, num_heads: int) -> int:
 
 
 def _heads_together(num_heads: int, num_parts: int) -> int:
-    """Return the query heads of a part: few enough that every core has a part.
+    """Return the query heads of a part: few enough that every core has a part, if there are enough.
 
     num_heads: query heads of a K/V head; num_parts: of all rows and K/V heads.
     """
-    least_slices = -(-torch.get_num_threads() // num_parts)
+    least_slices = min(num_heads, -(-torch.get_num_threads() // num_parts))
     return next(num_heads // count for count in range(least_slices, num_heads + 1) if num_heads % count == 0)
 
 

@@ -122,6 +122,12 @@ def test_a_node_in_a_crowd_has_the_bits_of_its_token_alone(length: int) -> None:
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize(("num_heads", "num_parts", "together"), [(6, 1, 1), (6, 4, 1), (6, 20, 2), (1, 12, 1)])
+def test_more_cores_than_heads_have_a_head_each(num_heads: int, num_parts: int, together: int) -> None:
+    with instead(torch, "get_num_threads", lambda _: 48):
+        assert latents._heads_together(num_heads, num_parts) == together
+
+
 def heads_exchanged(_: Any, module: Any) -> tuple[Tensor, Tensor]:
     keys, values = head_weights(module)
     return keys.flip(0), values
