@@ -100,7 +100,7 @@ class _Layer:
 
     def represented(self, weight: Tensor) -> Tensor:
         """Return the float32 numbers that stand for a weight."""
-        return represented(weight.flatten(0, -2), self.form).view(weight.shape)
+        return represented(weight, self.form)
 
     def drop(self) -> None:
         """Drop the model's own weights."""

@@ -306,7 +306,7 @@ def quantised(weights: Tensor, form: Form) -> tuple[Tensor, Tensor]:
 
 
 def represented(weight: Tensor, form: Form) -> Tensor:
-    """Return the float32 numbers that a weight [N, K] represents in a form."""
+    """Return the float32 numbers that a weight [..., K] represents in a form."""
     if isinstance(weight, BlockTensor):
         return weight.dequantize()
     if form in _HALVES:

@@ -5,20 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from torch import nn
 
 from engine.config import ModelConfig, Weights
 from engine.cpu import products
 from engine.cpu.compiled.dot_products import HAS_PAIRS
 from engine.cpu.products import BlockExperts, BlockLinear, ProductsBackend, lay_out
-from engine.models.gguf.blocks import Form
+from engine.models.gguf.blocks import BlockTensor, Form
 from engine.request import Request, Speculation
 from engine.start.loading import LoadedModel
 from engine.start.probe import choose_backend, find_kv_shape, probe
 from tests.engine import tiny
-from tests.models import families
+from tests.models import families, gguf_models
 from tests.wrong import instead
 
 SPECULATIONS = {
@@ -55,6 +57,17 @@ def test_a_layer_has_the_numbers_of_its_form(form: Form, dtype: torch.dtype) -> 
         assert torch.allclose(found.float(), expected[:, :num_rows], atol=1e-5 if dtype == torch.float32 else 2e-2)
     block.drop()
     assert torch.equal(layer(rows[:, :num_rows]), found), "a layer without its own weight multiplies always"
+
+
+def test_a_weight_of_a_gguf_file_has_the_numbers_of_its_blocks() -> None:
+    raw = gguf_models.stored_weight(np.random.default_rng(0), (70, 64), "Q8_0")
+    layer = nn.Linear(64, 70).requires_grad_(False)
+    layer.weight = nn.Parameter(BlockTensor(torch.from_numpy(raw), GGMLQuantizationType.Q8_0), requires_grad=False)
+    block = BlockLinear(layer, "q8_0")
+    assert torch.equal(block.represented(layer.weight), layer.weight.dequantize())
+    rows = torch.randn(3, 64)
+    expected = products.rounded_rows(rows, "q8_0") @ layer.weight.dequantize().T + layer.bias
+    assert torch.allclose(block.multiply(rows), expected, atol=1e-5)
 
 
 def test_a_head_gives_its_own_weights_up() -> None:

@@ -40,8 +40,6 @@ _OF_CONFIG = {"phi3": {LONG, SHORT}}
 """Tensors that the configuration has read, by architecture; `FACTORS` of the others."""
 _GATES_AND_UPS = "mlp.experts.gate_up_proj"
 """Weight of transformers that is two tensors of a file."""
-_WITH_BLOCKS = (nn.Linear, nn.Embedding)
-"""Modules whose weights may stay in their blocks; a subclass may read its weight."""
 _WITH_SHIFTED_NORMS = frozenset({"gemma2", "gemma3"})
 """Architectures whose norms multiply by 1 + weight in transformers."""
 _TRANSPOSED = {"gpt2": ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")}
@@ -124,15 +122,23 @@ def load_model(name: str, file: GgufFile, config: Any, dtype: torch.dtype | None
     for path, stored in tensors_of(file, model).items():
         module, _, field = path.rpartition(".")
         shape = tuple(model.get_parameter(path).shape)
-        parent = model.get_submodule(module)
-        is_matrix = type(parent) in _WITH_BLOCKS and field == "weight" and len(stored[0].shape) == 2
-        stays_in_blocks = dtype is None and is_matrix
-        kept_dtype = None if stays_in_blocks else dtype or torch.float32
-        weight = _weight(file, stored, config, shape, kept_dtype, device)
-        setattr(parent, field, nn.Parameter(weight, requires_grad=False))
+        in_blocks = dtype is None and stays_in_blocks(model, path, stored)
+        weight = _weight(file, stored, config, shape, None if in_blocks else dtype or torch.float32, device)
+        setattr(model.get_submodule(module), field, nn.Parameter(weight, requires_grad=False))
     _tie(model)
     model.generation_config = transformers.GenerationConfig.from_pretrained(name)
     return model.to(device)
+
+
+def stays_in_blocks(model: Any, path: str, stored: list[StoredTensor]) -> bool:
+    """Whether a weight that is not to be dequantised is multiplied in its blocks.
+
+    Embeddings read rows of their weight alone. A subclass of a linear layer may read its weight.
+    """
+    module, _, field = path.rpartition(".")
+    parent = model.get_submodule(module)
+    has_blocks = type(parent) is nn.Linear or isinstance(parent, nn.Embedding)
+    return has_blocks and field == "weight" and len(stored[0].shape) == 2
 
 
 def tensors_of(file: GgufFile, model: Any) -> dict[str, list[StoredTensor]]:
