@@ -66,12 +66,10 @@ class BlockWeight:
 class _Layer:
     """A module of a model whose weights products multiply."""
 
-    names: tuple[str, ...] = ("weight",)
-    """Names of the weights."""
-
     def __init__(self, module: Any, form: Form) -> None:
         self.module = module
         self.form = form
+        self.names = _names_of(module)
         module.forward = self.forward
 
     @property
@@ -133,7 +131,6 @@ class BlockExperts(_Layer):
     """Experts of a layer, with the interface of transformers' experts."""
 
     def __init__(self, module: Any, form: Form) -> None:
-        self.names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
         super().__init__(module, form)
         self._blocks = {name: [BlockWeight(*one, form) for one in self._weights_of(name)] for name in self.names}
 
@@ -283,6 +280,11 @@ def lay_out(model: Any) -> int:
     return num_bytes
 
 
+def multiplied_weights(model: Any) -> list[Tensor]:
+    """Return the parameters of a model that products multiply; others are float32 when served."""
+    return [getattr(module, name) for module, _ in _multiplied(model) for name in _names_of(module)]
+
+
 def _multiplied(model: Any) -> Iterator[tuple[Any, Tensor]]:
     """Yield the linear layers and experts of a model, and their (first) weights."""
     read = {module.kv_b_proj for module in model.modules() if has_latents(module)}
@@ -296,6 +298,13 @@ def _multiplied(model: Any) -> Iterator[tuple[Any, Tensor]]:
 def _are_experts(module: Any) -> bool:
     """Whether a module has the interface of transformers' experts."""
     return hasattr(module, "has_post_expert_norm") and not module._is_expert_parallel
+
+
+def _names_of(module: Any) -> tuple[str, ...]:
+    """Return the names of the weights of a linear layer, or of experts."""
+    if not _are_experts(module):
+        return ("weight",)
+    return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
 
 
 def _layer(module: Any, form: Form) -> _Layer:

@@ -17,7 +17,7 @@ from engine.models.checkpoint import context_length
 from engine.models.gguf.file import GgufFile
 from engine.models.gguf.folder import folder_of
 from engine.models.gguf.names import local_file
-from engine.models.gguf.weights import check_types, file_behind, tensors_of
+from engine.models.gguf.weights import check_types, file_behind, stays_in_blocks, tensors_of
 from engine.models.importing import import_transformers
 from engine.models.kinds import may_decode
 from engine.models.wrappers import wrapper_of
@@ -56,17 +56,23 @@ def describe(name: str, revision: str | None, wanted_device: str) -> Iterator[st
     part = f", the text part of {wrapper}; images are refused" if wrapper else ""
     yield f"served: {config.model_type}{part}"
     is_own = may_decode(config) and (device.type != "cpu" or find_spec("numba") is not None)
-    is_multiplied = is_compiled(config, device)
+    is_multiplied = is_compiled(config, device) and not is_own
     with_products = ", with our own products (cpu)" if is_multiplied else ""
     yield f"decoder: {f'our own ({device.type})' if is_own else f'transformers{with_products}'}"
     reach = context_length(config)
     yield f"context: {reach:,} tokens"
     model = _without_weights(config)
     file = file_behind(folder)
-    in_blocks = None if file is None else block_bytes(file, model, device)
-    weights = in_blocks or weight_bytes(model, config, device, is_own or is_multiplied)
-    if is_multiplied and not is_own:
-        weights += _embedding_bytes(model, config, in_blocks is not None)
+    file_type = None if file is None else file_dtype(file, "auto", device)
+    if file is not None:
+        check_types(file, file_type)
+        tensors_of(file, model)
+    if file is not None and file_type is None:
+        weights = block_bytes(file, model, is_own)
+    elif is_multiplied:
+        weights = multiplied_bytes(model, file_type or getattr(config, "dtype", None) or torch.float32)
+    else:
+        weights = weight_bytes(model, config, device, is_own)
     token, inputs, state = stored_bytes(model, config, device)
     yield f"weights: {weights / _GIB:.1f} GiB, K/V: {token:,} bytes a token"
     if state:
@@ -82,25 +88,35 @@ def describe(name: str, revision: str | None, wanted_device: str) -> Iterator[st
     yield f"drafts: {drafts}; or text drafts (--spec-drafters prompt_lookup)"
 
 
-def block_bytes(file: GgufFile, model: Any, device: torch.device) -> int | None:
-    """Return the bytes of a file's weights; None if they would be dequantised.
+def block_bytes(file: GgufFile, model: Any, is_own: bool) -> int:
+    """Return the bytes of the weights of a file that stay in their blocks, if they can.
 
-    Raise LoadError for a file whose tensors are not served.
+    is_own: whether our own decoder, which has one weight for tied embeddings and output head,
+    computes the model.
     """
-    dtype = file_dtype(file, "auto", device)
-    check_types(file, dtype)
-    tensors_of(file, model)
-    return None if dtype else sum(tensor.data.nbytes for tensor in file.tensors.values())
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    num_bytes = 0
+    for path, stored in tensors_of(file, model).items():
+        weight = model.get_parameter(path)
+        in_file = sum(tensor.data.nbytes for tensor in stored)
+        served = in_file if stays_in_blocks(model, path, stored) else 4 * weight.numel()
+        has_second = weight is embedding is head and not is_own
+        num_bytes += 2 * served if has_second else served
+    return num_bytes
 
 
-def _embedding_bytes(model: Any, config: Any, are_in_blocks: bool) -> int:
-    """Return the bytes of embeddings in float32, which a checkpoint's size leaves out."""
-    if are_in_blocks:
-        return 0
-    stored = getattr(config, "dtype", None) or torch.float32
-    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    num_bytes = 4 if is_tied else 4 - int(stored.itemsize)
-    return num_bytes * int(model.get_input_embeddings().weight.numel())
+def multiplied_bytes(model: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of a model with compiled products, whose weights have the loaded type.
+
+    Weights without a product are float32, and so are embeddings, also if the output head has the
+    same numbers.
+    """
+    from engine.cpu.products import multiplied_weights  # Numba is an optional package
+
+    multiplied = {id(weight): dtype.itemsize * weight.numel() for weight in multiplied_weights(model)}
+    embedding = model.get_input_embeddings().weight
+    others = [weight for weight in model.parameters() if id(weight) not in multiplied or weight is embedding]
+    return sum(multiplied.values()) + 4 * sum(weight.numel() for weight in others)
 
 
 def weight_bytes(model: Any, config: Any, device: torch.device, keeps_type: bool) -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from engine.config import ModelConfig, Weights
 from engine.cpu import products
@@ -17,6 +18,7 @@ from engine.cpu.compiled.dot_products import HAS_PAIRS
 from engine.cpu.products import BlockExperts, BlockLinear, ProductsBackend, lay_out
 from engine.models.gguf.blocks import BlockTensor, Form
 from engine.request import Request, Speculation
+from engine.start.check import multiplied_bytes
 from engine.start.loading import LoadedModel
 from engine.start.probe import choose_backend, find_kv_shape, probe
 from tests.engine import tiny
@@ -81,6 +83,21 @@ def test_a_head_gives_its_own_weights_up() -> None:
     assert layer.weight.numel() == 0
     assert torch.allclose(layer(rows), expected, atol=1e-5)
     assert torch.equal(loaded.model.get_input_embeddings().weight, embedding)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["jetmoe", "gemma3n_text"])
+def test_check_counts_weights_without_a_product_in_float32(name: str) -> None:
+    """Experts of other layouts, and embeddings for each layer; small sizes fill no blocks."""
+    widths = {"hidden_size": 128, "intermediate_size": 256, "hidden_size_per_layer_input": 32}
+    config = families.config(name, **widths, vocab_size=640, vocab_size_per_layer_input=640)
+    config.dtype = torch.bfloat16
+    served = tiny.load_model(config, seed=1)
+    served.model.to(torch.bfloat16)
+    num_bytes = ProductsBackend(served.model, may_round_rows=False).prepare() + served.weight_bytes
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(config)
+    assert multiplied_bytes(shapes, torch.bfloat16) == pytest.approx(num_bytes, rel=0.05)
 
 
 def prepared(loaded: LoadedModel, weights: Weights = "auto") -> tuple[ProductsBackend, float]:

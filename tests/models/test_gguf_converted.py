@@ -13,13 +13,17 @@ import torch
 from torch import Tensor
 
 from engine.attention.attention import HOOK
+from engine.cpu.products import ProductsBackend
 from engine.errors import LoadError
+from engine.models.gguf.blocks import BlockTensor
 from engine.models.gguf.config import config_of as config_of_file
-from engine.models.gguf.file import GgufFile, StoredTensor
+from engine.models.gguf.file import GgufFile, StoredTensor, open_file
 from engine.models.gguf.folder import folder_of
 from engine.models.gguf.weights import check_types
 from engine.request import Speculation
+from engine.start.check import block_bytes
 from engine.start.loading import LoadedModel, load
+from engine.start.probe import choose_backend, find_kv_shape
 from tests.engine import tiny
 from tests.grid import grid
 from tests.models.converted import (
@@ -199,3 +203,20 @@ def test_numbers_of_every_type_are_those_that_transformers_reads(name: str, file
     stays_in_blocks = file_type in SERVED_IN_BLOCKS
     for dtype in ("float32", "auto") if stays_in_blocks else ("float32",):
         assert are_close(logits(loaded(path, dtype=dtype).model, SHORT[0]), logits(theirs, SHORT[0])), dtype
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "gpt2", "qwen3moe"])
+def test_weights_of_other_architectures_are_served_in_their_blocks(name: str, tmp_path: Path) -> None:
+    """Embeddings, too. `polydraft check` counts experts and the layers of GPT-2 in float32."""
+    path = tmp_path / "model.gguf"
+    write_converted(path, name, "Q8_0")
+    served = loaded(path, dtype="auto")
+    assert isinstance(served.model.get_input_embeddings().weight, BlockTensor)
+    choice = choose_backend(served, find_kv_shape(served))
+    assert isinstance(choice.backend, ProductsBackend)
+    assert "q8_0" in {layer.form for layer in choice.backend._layers}
+    num_bytes = choice.backend.prepare() + served.weight_bytes
+    with torch.device("meta"):
+        shapes = transformers.AutoModelForCausalLM.from_config(served.model.config)
+    assert block_bytes(open_file(path), shapes, is_own=False) == pytest.approx(num_bytes, rel=0.03)
