@@ -262,11 +262,13 @@ def _prepare_model(loaded: LoadedModel, shape: KVShape, wanted: ModelConfig, sta
     """Choose a language model's backend, and lay out its weights; wanted: number formats."""
     block_size = start.config.cache.block_size
     start.progress(f"probing {loaded.name}")
+    loaded_types = loaded.weight_types
     choice = choose_backend(loaded, shape, block_size, wanted, start.longest)
     # Our own decoders read windows themselves, and have no other lengths.
     if start.is_owner and isinstance(choice.backend, TransformersBackend):
         check_long_texts(loaded, wanted.probe == "warn")
-    weight_types = loaded.weight_types
+    # Our own layouts keep the loaded types, and transformers' products may need another one.
+    weight_types = loaded.weight_types if type(choice.backend) is TransformersBackend else loaded_types
     laid_out_bytes = 0 if choice.paged_kernel is None else choice.paged_kernel.weight_bytes
     # A part of a split model cannot be tried on this rank alone.
     if loaded.ranks is None and start.is_owner:

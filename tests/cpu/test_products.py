@@ -100,6 +100,13 @@ def test_check_counts_weights_without_a_product_in_float32(name: str) -> None:
     assert multiplied_bytes(shapes, torch.bfloat16) == pytest.approx(num_bytes, rel=0.05)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_start_reports_the_type_in_which_products_have_weights() -> None:
+    loaded = families.family("gemma")
+    loaded.model.to(torch.bfloat16)
+    assert tiny.build(loaded, None).facts.dtype == "bfloat16"
+
+
 def prepared(loaded: LoadedModel, weights: Weights = "auto") -> tuple[ProductsBackend, float]:
     """Return the backend of a model that has given its weights up, and the distance before."""
     choice = choose_backend(loaded, find_kv_shape(loaded), config=ModelConfig(target="", weights=weights))
