@@ -214,11 +214,15 @@ def choose_backend(
     only_warns = config.probe == "warn"
     kernel = attention_kernel(device, shape)
     attempts = _attempts(loaded.model, kernel, backends or BACKENDS)
+    last: tuple[BackendOption, Backend] | None = None
     for option, paged_kernel in attempts:
         try:
-            if option.make not in (_cpu_decoder, _products):
-                _compute_as(loaded, config, device)
-            backend = option.make(loaded.model, config, longest)
+            if last is None or last[0] is not option:
+                if option.make not in (_cpu_decoder, _products):
+                    _compute_as(loaded, config, device)
+                # Once: it may convert the model's weights.
+                last = option, option.make(loaded.model, config, longest)
+            backend = last[1]
             choice = BackendChoice(backend, None if backend.reads_pages else paged_kernel)
             probe(loaded, shape, *choice, block_size=block_size, only_warns=only_warns)
             if choice.paged_kernel is not None and device.type != "cpu" and loaded.max_positions > 2 * _LONG_PROMPT:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import ModelConfig, Weights
 from engine.cpu import products
+from engine.cpu.attention import CpuAttention
 from engine.cpu.compiled.dot_products import HAS_PAIRS
 from engine.cpu.products import BlockExperts, BlockLinear, ProductsBackend, lay_out
 from engine.models.gguf.blocks import BlockTensor, Form
@@ -105,6 +106,21 @@ def test_a_start_reports_the_type_in_which_products_have_weights() -> None:
     loaded = families.family("gemma")
     loaded.model.to(torch.bfloat16)
     assert tiny.build(loaded, None).facts.dtype == "bfloat16"
+
+
+def failing(*_: Any) -> None:
+    raise RuntimeError("no compiler")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_products_without_the_attention_kernel_have_the_same_forms() -> None:
+    loaded = families.family("gemma")
+    loaded.model.to(torch.bfloat16)
+    with instead(CpuAttention, "attend_paged", failing):
+        choice = choose_backend(loaded, find_kv_shape(loaded))
+    assert isinstance(choice.backend, ProductsBackend)
+    assert choice.paged_kernel is None
+    assert len({layer.form for layer in choice.backend._layers}) == 1
 
 
 def prepared(loaded: LoadedModel, weights: Weights = "auto") -> tuple[ProductsBackend, float]:
