@@ -102,30 +102,39 @@ def _forms_used(config: ModelConfig) -> _Forms:
     dtype = multiplied_dtype(config)
     if dtype is None:
         return _Forms(frozenset(), frozenset())
-    names = [name for name in (config.target, config.draft) if name is not None]
-    files = [file for name in names if (file := file_behind(name)) is not None and _stays_in_blocks(file, config)]
-    for file in files:
+    files = {name: file_behind(name) for name in (config.target, config.draft) if name is not None}
+    loaded: set[tuple[torch.dtype, str]] = set()
+    for file in filter(None, files.values()):
+        file_type = _checked_type(file, config)
+        if file_type is not None:
+            loaded.add((file_type, "auto"))
+            continue
         products |= {form_of_type(kind) for kind in types_of_matrices(file)}
         embedded = type_of_embeddings(file)
         if embedded is not None:
             embeddings.add(form_of_type(embedded))
-    if len(files) < len(names):
+    if None in files.values():
         # A draft model inherits the format of the target, and a head does not.
-        for weights in {config.weights, config.draft_weights}:
-            forms = forms_of(dtype, weights, config.activations == "auto")
-            products |= set(forms)
-            embeddings.add(forms.vocabulary)
-        if not may_decode(read_config(config.target, config.revision)):
+        loaded |= {(dtype, weights) for weights in (config.weights, config.draft_weights)}
+    has_small_layers = not may_decode(read_config(config.target, config.revision))
+    for loaded_type, weights in loaded:
+        forms = forms_of(loaded_type, weights, config.activations == "auto")
+        products |= set(forms)
+        embeddings.add(forms.vocabulary)
+        if has_small_layers:
             # Small layers of models in transformers' code keep the checkpoint's type.
-            products.add(forms_of(dtype, may_round_rows=False).layers)
+            products.add(forms_of(loaded_type, may_round_rows=False).layers)
     return _Forms(frozenset(products), frozenset(embeddings))
 
 
-def _stays_in_blocks(file: GgufFile, config: ModelConfig) -> bool:
-    """Return whether weights are not dequantised; raise LoadError for types not served."""
-    dtype = file_dtype(file, config.dtype, torch.device("cpu"))
-    check_types(file, dtype)
-    return dtype is None
+def _checked_type(file: GgufFile, config: ModelConfig) -> torch.dtype | None:
+    """Return the type to which weights are dequantised, or None.
+
+    Raise LoadError for types that are not served.
+    """
+    file_type = file_dtype(file, config.dtype, torch.device("cpu"))
+    check_types(file, file_type)
+    return file_type
 
 
 def fill(folder: Path, jobs: Jobs, progress: Progress, longest_s: float = _LONGEST_S) -> None:

@@ -230,12 +230,12 @@ def test_types_that_are_not_served_are_refused_before_kernels_are_compiled(
     assert not said
 
 
-def test_types_of_a_file_that_is_dequantised_are_not_compiled(tmp_path: Path) -> None:
+def test_the_type_to_which_a_file_is_dequantised_is_compiled(tmp_path: Path) -> None:
     write_converted(tmp_path / "draft.gguf", "gemma2", "IQ4_NL")
     target = folder_of(write_model(tmp_path / "target.gguf", "llama", "Q8_0"), "off")
     draft = folder_of(tmp_path / "draft.gguf", "off")
     found = compiling._forms_used(ModelConfig(target=str(target), draft=str(draft), device="cpu"))
-    assert "q8_0" in found.products
+    assert found.products == {"q8_0", "float32"}, "neither the file's types nor that of its configuration"
 
 
 @pytest.mark.slow  # compiles everything once more
