@@ -116,7 +116,8 @@ def multiplied_bytes(model: Any, dtype: torch.dtype) -> int:
     multiplied = {id(weight): dtype.itemsize * weight.numel() for weight in multiplied_weights(model)}
     embedding = model.get_input_embeddings().weight
     others = [weight for weight in model.parameters() if id(weight) not in multiplied or weight is embedding]
-    return sum(multiplied.values()) + 4 * sum(weight.numel() for weight in others)
+    num_others = sum(int(weight.numel()) for weight in others)
+    return sum(multiplied.values()) + 4 * num_others
 
 
 def weight_bytes(model: Any, config: Any, device: torch.device, keeps_type: bool) -> int:
