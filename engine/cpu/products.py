@@ -247,6 +247,10 @@ class ProductsBackend(TransformersBackend):
             layer.drop()
         return sum(layer.nbytes for layer in self._layers)
 
+    def withdraw(self) -> None:
+        for layer in self._layers:
+            layer.module.__dict__.pop("forward", None)
+
 
 @contextmanager
 def multiplying() -> Iterator[None]:

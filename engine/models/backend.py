@@ -53,6 +53,9 @@ class Backend:
         """Drop weights stored in another layout; return this backend's further bytes."""
         raise NotImplementedError
 
+    def withdraw(self) -> None:
+        """Give the model's modules back, because another backend runs them."""
+
     def tune(self, run: Callable[[int], object], most_cores: int) -> None:
         """Measure on how many cores passes are fastest; run: runs a pass of some rows."""
 

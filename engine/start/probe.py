@@ -218,6 +218,8 @@ def choose_backend(
     for option, paged_kernel in attempts:
         try:
             if last is None or last[0] is not option:
+                if last is not None:
+                    last[1].withdraw()
                 if option.make not in (_cpu_decoder, _products):
                     _compute_as(loaded, config, device)
                 # Once: it may convert the model's weights.

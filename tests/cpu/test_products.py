@@ -16,7 +16,8 @@ from engine.config import ModelConfig, Weights
 from engine.cpu import products
 from engine.cpu.attention import CpuAttention
 from engine.cpu.compiled.dot_products import HAS_PAIRS
-from engine.cpu.products import BlockExperts, BlockLinear, ProductsBackend, lay_out
+from engine.cpu.products import BlockExperts, BlockLinear, BlockWeight, ProductsBackend, lay_out
+from engine.models.backend import TransformersBackend
 from engine.models.gguf.blocks import BlockTensor, Form
 from engine.request import Request, Speculation
 from engine.start.check import multiplied_bytes
@@ -121,6 +122,16 @@ def test_products_without_the_attention_kernel_have_the_same_forms() -> None:
     assert isinstance(choice.backend, ProductsBackend)
     assert choice.paged_kernel is None
     assert len({layer.form for layer in choice.backend._layers}) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_products_that_are_wrong_leave_no_weights_in_blocks() -> None:
+    """Else a start without them would take the memory of both, and count one."""
+    loaded = families.family("glm4_moe")
+    with instead(BlockWeight, "__call__", lambda right, *operands: right(*operands) + 1):
+        choice = choose_backend(loaded, find_kv_shape(loaded))
+    assert type(choice.backend) is TransformersBackend
+    assert not [module for module in loaded.model.modules() if "forward" in vars(module)]
 
 
 def prepared(loaded: LoadedModel, weights: Weights = "auto") -> tuple[ProductsBackend, float]:
