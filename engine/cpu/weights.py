@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numba import from_dtype
 from torch import Tensor
 from torch.nn.functional import pad
@@ -81,6 +81,14 @@ def _alike(form: Form) -> Forms:
 def form_of_type(kind: GGMLQuantizationType) -> Form:
     """Return the form of weights of a type of GGUF files."""
     return forms_of(FLOATS[kind]).layers if kind in FLOATS else BLOCK_TYPES[kind].form
+
+
+def bytes_of_number(kind: GGMLQuantizationType) -> float:
+    """Return the memory of a number of a type of GGUF files, its share of the scales included."""
+    numbers, size = GGML_QUANT_SIZES[kind]
+    weight = BlockTensor(torch.zeros(BLOCK, size * max(1, GROUP // numbers), dtype=torch.uint8), kind)
+    words, scales = _laid_out([weight], form_of_type(kind))
+    return float(words.nbytes + scales.nbytes) / weight.numel()
 
 
 def types_of(form: Form) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ Not for: faults of weight files, which `polydraft serve` finds before it reads t
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -92,17 +93,23 @@ def block_bytes(file: GgufFile, model: Any, is_own: bool) -> int:
     """Return the bytes of the weights of a file that stay in their blocks, if they can.
 
     is_own: whether our own decoder, which has one weight for tied embeddings and output head,
-    computes the model.
+    computes the model. Other models read embeddings as the file has them.
     """
+    from engine.cpu.weights import bytes_of_number  # Numba is an optional package
+
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    num_bytes = 0
+    num_bytes = 0.0
     for path, stored in tensors_of(file, model).items():
         weight = model.get_parameter(path)
-        in_file = sum(tensor.data.nbytes for tensor in stored)
-        served = in_file if stays_in_blocks(model, path, stored) else 4 * weight.numel()
-        has_second = weight is embedding is head and not is_own
-        num_bytes += 2 * served if has_second else served
-    return num_bytes
+        if not stays_in_blocks(model, path, stored):
+            num_bytes += 4 * weight.numel()
+            continue
+        is_read_alone = weight is embedding and not is_own
+        if is_read_alone:
+            num_bytes += sum(tensor.data.nbytes for tensor in stored)
+        if weight is head or not is_read_alone:
+            num_bytes += sum(bytes_of_number(tensor.type) * math.prod(tensor.shape) for tensor in stored)
+    return round(num_bytes)
 
 
 def multiplied_bytes(model: Any, dtype: torch.dtype) -> int:
