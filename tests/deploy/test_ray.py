@@ -226,12 +226,18 @@ def test_the_metrics_of_replicas_stay_apart() -> None:
 def run_program(name: str, folder: Path) -> dict[str, Any]:
     """Return the output of a program of this folder with a tiny pair.
 
-    Replicas of a busy machine get longer than 0.1 s to report their calls, after which Ray would
-    send a call elsewhere. The load is reported every second instead of every ten.
+    On a busy machine replicas get longer than 0.1 s to report their calls, after which Ray would
+    send a call elsewhere, and Ray's proxy gets longer than three times 5 s to start. The load is
+    reported every second instead of every ten.
     """
     pair = write_pair(folder)
     command = [sys.executable, "-m", f"tests.deploy.{name}", str(pair.target), str(pair.draft)]
-    seconds = {"QUEUE_LENGTH_RESPONSE_DEADLINE": "10", "HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL": "1"}
+    seconds = {
+        "QUEUE_LENGTH_RESPONSE_DEADLINE": "10",
+        "HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL": "1",
+        "PROXY_READY_CHECK_TIMEOUT": "60",
+        "PROXY_HEALTH_CHECK_TIMEOUT": "60",
+    }
     environment = os.environ | {f"RAY_SERVE_{name}_S": value for name, value in seconds.items()}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
