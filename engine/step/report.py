@@ -26,6 +26,10 @@ from engine.speculation.target_shift import apply_shifts
 
 _STEPS = 1024
 """Steps of a block, for which `_observed` decides at once."""
+_ROWS_AT_ONCE = 64
+"""Rows whose likeliest tokens are found at once; their keys take 8 bytes a token."""
+_SIZE_BITS = 0x7FFFFFFF
+"""Bits of a float32 number without its sign."""
 
 
 class StepLogits(NamedTuple):
@@ -130,10 +134,9 @@ def token_logprobs(logits_NV: Tensor, tokens: Sequence[int], num_top: Sequence[i
     scores_NV = logits_NV.float().log_softmax(-1)
     token_N1 = to_device(np.array(tokens, np.int64), logits_NV.device).unsqueeze(1)
     most = min(max(num_top, default=0), scores_NV.shape[1])
-    top = scores_NV.topk(most, dim=1)
-    score_N1 = scores_NV.gather(1, token_N1)
+    top_NK = torch.cat([_likeliest(part_NV, most) for part_NV in torch.split(scores_NV, _ROWS_AT_ONCE)])
     # Token ids and float32 numbers are exact in float64.
-    columns = torch.cat([score_N1.double(), top.values.double(), top.indices.double()], 1)
+    columns = torch.cat([scores_NV.gather(1, token_N1), scores_NV.gather(1, top_NK), top_NK.double()], 1)
     logprobs = []
     for (score, *rest), count in zip(columns.tolist(), num_top, strict=True):
         num_reported = min(count, most)
@@ -141,6 +144,18 @@ def token_logprobs(logits_NV: Tensor, tokens: Sequence[int], num_top: Sequence[i
         ids = map(int, rest[most : most + num_reported])
         logprobs.append(TokenLogprob(score, tuple(zip(ids, values, strict=True))))
     return logprobs
+
+
+def _likeliest(scores_NV: Tensor, count: int) -> Tensor:
+    """Return [N, count] the likeliest tokens; of equally likely tokens the lower one comes first.
+
+    Which of equal numbers `topk` takes depends on the count, and so on other rows of the step. Its
+    keys are different here: the size of a logprob, which is negative, and behind it the token.
+    """
+    size_NV = scores_NV.view(torch.int32) & _SIZE_BITS
+    token_V = torch.arange(scores_NV.shape[1], device=scores_NV.device)
+    key_NV = size_NV.long().bitwise_left_shift_(32).bitwise_or_(token_V)
+    return key_NV.topk(count, dim=1, largest=False).indices
 
 
 @lru_cache(maxsize=2)

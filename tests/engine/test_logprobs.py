@@ -77,3 +77,16 @@ def test_rows_without_tokens_have_no_logprobs() -> None:
     assert token_logprobs(torch.zeros(0, 7), [], []) == []
     (only,) = token_logprobs(torch.tensor([[0.0, 1.0, 2.0]]), [1], [9])
     assert [token for token, _ in only.top] == [2, 1, 0], "no more than there are"
+
+
+def test_alternatives_do_not_depend_on_other_rows() -> None:
+    """Half precision makes many logits equal; the lower token comes first."""
+    logits_NV = torch.randn(4, 2000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for most in (1, 5, 20):
+        alone = [token_logprobs(logits_NV[i : i + 1], [i], [most])[0] for i in range(4)]
+        together = token_logprobs(logits_NV, range(4), [20, most, 0, most])
+        assert [together[1], together[3]] == [alone[1], alone[3]]
+        for one in alone:
+            assert list(one.top) == sorted(one.top, key=lambda entry: (-entry[1], entry[0]))
+    (flat,) = token_logprobs(torch.zeros(1, 9), [8], [3])
+    assert [token for token, _ in flat.top] == [0, 1, 2]
