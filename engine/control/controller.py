@@ -181,7 +181,7 @@ class Controller:
         tokens = num_adaptive * self._tokens(fanout) + sum(map(self._tokens, others))
         cost = self.times.cost(bucket, fanout, num_adaptive, rows)
         # Prompts take their time with any drafts; counted in, it would make every draft cheap.
-        cost += bucket.prompt * (cost - 1.0)
+        cost += bucket.prompt * max(0.0, cost - 1.0)
         if shape != PLAIN:
             # While a shape drafts, the draft model reads all texts.
             read_s = self.times.pace * self.times.prices.read_s * self.acceptance.prompt_share

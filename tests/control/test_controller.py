@@ -22,7 +22,7 @@ from engine.control.arms import Bucket
 from engine.control.controller import Controller, menu
 from engine.control.step_time import PlainTimes, StepTimes
 from engine.control.step_work import PLAIN, Shape
-from engine.fanout import Fanout
+from engine.fanout import Fanout, chains
 from tests.scheduling.machine import ASKING, H100, Machine, Server, asking
 from tests.wrong import instead
 
@@ -222,6 +222,19 @@ def test_reading_the_prompts_is_a_part_of_what_drafting_costs() -> None:
             controller.acceptance.note_answer(num_prompt, num_emitted)
         controller.choose([ASKING])
         assert (controller.shape != PLAIN) == drafts == controller.reads
+
+
+def test_cheaper_drafts_are_better_whatever_prompts_take() -> None:
+    """By chance drafts may seem to take less time than plain decoding."""
+    controller = controller_of(**FREE)
+    bucket = controller.times.bucket(1, with_prompts=True)
+    bucket.prompt = 3.5
+    arm = bucket.add(chains(1, 3))
+    arm.is_compared = True
+    values = []
+    for arm.cost in (1.2, 1.0, 0.9, 0.7, 0.5):
+        values.append(controller._value((1, 3), bucket, 1, ()))
+    assert values == sorted(values)
 
 
 def test_neighbours_that_wait_longer_count() -> None:
