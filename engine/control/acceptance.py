@@ -53,7 +53,8 @@ class Acceptance:
     @property
     def prompt_share(self) -> float:
         """Return the mean prompt tokens that a draft model must read, per token of an answer."""
-        return float(self._answers[0] / self._answers[1])
+        # Requests for a prompt alone add no tokens.
+        return float(self._answers[0] / max(1.0, self._answers[1]))
 
     def note_answer(self, num_prompt: int, num_emitted: int) -> None:
         """Record the end of an answer. num_prompt: its tokens that a draft model must read."""

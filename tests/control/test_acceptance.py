@@ -103,3 +103,6 @@ def test_prompts_are_as_long_as_recent_ones() -> None:
     acceptance.note_answer(30, 40)
     tokens = 0.95 * (0.95 * 128 + 20) + 40
     assert acceptance.prompt_share == pytest.approx((0.95 * 10 + 30) / tokens)
+    for _ in range(20_000):
+        acceptance.note_answer(10, 0)
+    assert acceptance.prompt_share == pytest.approx(200), "as if the answers had one token together"
