@@ -117,6 +117,7 @@ class Loop:
                 _submit(self._engine, message, self._mailbox)
             elif self._engine.abort(message.request_id) and not self._engine.scheduler.has_work:
                 self._deliver()
+                self.idle.end()
                 # No later step will report that the memory is free.
                 self._mailbox.send(StepResults([], self._engine.stats()))
         self._queue_followed()

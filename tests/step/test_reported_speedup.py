@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -11,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.api import Abort, encode
 from engine.control import step_time
 from engine.control.arms import COLD_STEPS
 from engine.control.step_time import StepTimes
 from engine.control.step_work import PLAIN
 from engine.fanout import Fanout
+from engine.process import Loop
 from engine.request import Speculation
 from engine.scheduling.outcome import Timing
 from engine.scheduling.store import root_key
@@ -173,6 +176,20 @@ def test_a_request_ends_the_plain_steps_of_an_idle_engine() -> None:
     chains = Speculation(rule="block", num_drafts=1, draft_length=2)
     requests = [tiny.request(str(number), [1, 2, 3], chains, max_tokens=60) for number in range(2)]
     assert tiny.run(engine, requests).tokens == before
+
+
+def test_blocks_that_an_idle_engine_borrows_are_not_reported() -> None:
+    """No step follows the end of the last request, so its report stays."""
+    engine, _ = idle_engine()
+    sent: list[Any] = []
+    abort = encode(Abort("waits"))
+    loop = Loop(engine, SimpleNamespace(receive=lambda _: [abort], send=sent.append))  # type: ignore[arg-type]
+    engine.grammar_queue.add(tiny.request("waits", [1], grammar="{}"))
+    loop.idle._begin()
+    assert engine.stats().num_blocks_used > 0
+    assert loop.read()
+    (report,) = sent
+    assert report.stats.num_blocks_used == 0
 
 
 def test_an_idle_engine_without_free_blocks_takes_no_steps() -> None:
