@@ -20,7 +20,7 @@ from server.serving.statistics import Clock, SpeculationCount, answer_part, draf
 from server.text.call_pieces import Call, Piece
 from server.text.logprobs import SpelledToken, spell
 from server.text.prompts import ShownPrompt
-from server.text.reasoning import Thought
+from server.text.reasoning import CallEnd, Thought
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls import ToolCalls
 from server.wire.answers import DraftedStep
@@ -173,9 +173,12 @@ class Choice:
         """Return a step's thoughts, text and calls in order; adjacent pieces are joined."""
         parts: list[Part] = []
         released = [piece for piece in said if piece]
-        for is_thought, pieces in itertools.groupby(released, lambda piece: isinstance(piece, Thought)):
+        for kind, pieces in itertools.groupby(released, type):
             text = "".join(piece.text if isinstance(piece, Thought) else piece for piece in pieces)
-            parts += [Thought(text)] if is_thought else self._read_calls(text)
+            if kind is CallEnd:
+                parts += self._end_calls()
+            else:
+                parts += [Thought(text)] if kind is Thought else self._read_calls(text)
         if self.finish_reason is not None:
             parts += self._read_calls("", is_last=True)
         return parts
@@ -184,12 +187,19 @@ class Choice:
         """Return the text outside calls, and pieces of calls; a single call may end it."""
         if self._calls is None:
             return [text] if text else []
-        parts: list[str | CallPiece] = []
-        for piece in self._calls.feed(text, is_last):
-            parts.append(piece if isinstance(piece, str) else self._identified(piece))
+        parts = self._with_ids(self._calls.feed(text, is_last))
         if is_last and self.finish_reason == "stop" and self._calls.are_complete:
             self.finish_reason = "tool_calls"
         return parts
+
+    def _end_calls(self) -> list[str | CallPiece]:
+        """Return the rest of a message with calls, which has ended."""
+        if self._calls is None:
+            return []
+        return self._with_ids(self._calls.end_message())
+
+    def _with_ids(self, pieces: Sequence[str | Piece]) -> list[str | CallPiece]:
+        return [piece if isinstance(piece, str) else self._identified(piece) for piece in pieces]
 
     def _identified(self, piece: Piece) -> CallPiece:
         """Return a piece of a call; the first piece of each call gets an id."""

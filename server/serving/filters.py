@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from server.text.line_bounds import LineBounds
-from server.text.reasoning import CallHeader, Thought, ThoughtReader
+from server.text.reasoning import CallEnd, CallHeader, Thought, ThoughtReader
 from server.text.stops import StopCut
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls import ToolCalls
@@ -138,6 +138,8 @@ class AnswerFilter(TextFilter):
         """Yield thoughts, and the text before a stop string and within the bounds of lines."""
         for part in parts:
             if isinstance(part, Thought):
+                if self._only_call is not None and isinstance(part, CallEnd):
+                    self._only_call.end_message()
                 # No stop string continues after a thought.
                 yield self._cut.finish()
                 yield part

@@ -211,7 +211,7 @@ class Calls:
         self.num_ended = 0
         """Number of complete calls."""
         self.num_broken = 0
-        """Number of calls with invalid JSON whose end mark was read."""
+        """Number of calls with invalid JSON whose end was read."""
         self._object: _Object | None = None
         self._is_announced = False
         self._is_named = False

@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 import regex
 
-from server.text.reasoning import CallHeader, Thought
+from server.text.reasoning import CallEnd, CallHeader, Thought
 from server.text.stops import num_held
 
 _START = "<|start|>"
@@ -92,6 +92,8 @@ class HarmonyMessages:
         self._release(end.start(), parts)
         if end[0] not in (_START, _CHANNEL):
             self._held = self._held[len(end[0]) :]
+        if self._kind is _Kind.CALL:
+            parts.append(CallEnd(""))
         self._kind = _Kind.HEADER
         return True
 

@@ -28,6 +28,10 @@ class CallHeader(str):
     """Marks before a call, for the reader of calls. No stop string is looked for in them."""
 
 
+class CallEnd(Thought):
+    """End of a message with calls, a thought without text. An open call ends, too."""
+
+
 class ThoughtReader(Protocol):
     """Parser of the thoughts in one answer."""
 

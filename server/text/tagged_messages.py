@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from server.text.reasoning import CallHeader, Thought
+from server.text.reasoning import CallEnd, CallHeader, Thought
 from server.text.stops import num_held
 
 
@@ -87,6 +87,7 @@ class TaggedMessages:
             return False
         if self._open is self._form.call:
             self._release(end + len(mark), parts)
+            parts.append(CallEnd(""))
         else:
             self._release(len(self._held[:end].rstrip()), parts)
             self._held = self._held.lstrip()[len(mark) :]

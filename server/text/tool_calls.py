@@ -6,6 +6,7 @@ text.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import regex
@@ -47,7 +48,8 @@ class ToolCalls:
             last = LITERAL_FORMATS[use.format].last
         self._last = regex.compile(rf"\s*(?:{last})") if last else None
         self._follows_call = False
-        self._reader = call_reader(self._calls, use, response_template)
+        self._new_reader = partial(call_reader, self._calls, use, response_template)
+        self._reader = self._new_reader()
 
     @property
     def calls(self) -> list[Call]:
@@ -89,6 +91,14 @@ class ToolCalls:
                 parts.append(said)
         if is_last and self._held.strip():
             parts.append(self._held)
+        return parts
+
+    def end_message(self) -> list[str | Piece]:
+        """Return the rest of a message with calls. Later text belongs to none of its calls."""
+        parts = self.feed("", is_last=True)
+        self._held = ""
+        self._calls.num_broken = len(self._calls.calls) - self._calls.num_ended
+        self._reader = self._new_reader()
         return parts
 
     def _after_marks(self, text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.api import Limits, Request
-from server.serving.choice import Choice
+from server.serving.choice import CallPiece, Choice
 from server.serving.filters import TextOptions
+from server.text.answer_parts import part_reader
 from server.text.call_formats import HERMES, LLAMA3_JSON, RESPONSE_TEMPLATE
 from server.text.call_pieces import Piece
+from server.text.thought_marks import MARKS
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls import ToolCalls
 from server.text.tools import ToolUse
@@ -194,4 +197,42 @@ def test_tokens_behind_the_one_call_do_not_count(form: str, tokens_a_step: int) 
     assert [(one.name, one.arguments) for one in choice.calls] == [("add", "{}")]
     assert choice.num_tokens == len(own)
     assert choice.token_ids == own
+    tokenizer.close()
+
+
+MESSAGES = {
+    "harmony": (
+        "<|channel|>commentary to=functions.add<|message|>CALL<|call|><|start|>assistant"
+        "<|channel|>analysis<|message|>So.<|call|><|start|>assistant<|channel|>final<|message|>Done.",
+        "CALL",
+    ),
+    "solar_open": (
+        "<|tool_calls|><|tool_call:begin|>a<|tool_call:name|>add<|tool_call:args|>CALL<|calls|><|begin|>assistant"
+        "<|content|>Done.",
+        "CALL<|calls|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "1', '{"a": [1', '{"a": none}'])
+@pytest.mark.parametrize("is_parallel", [True, False])
+@pytest.mark.parametrize("form", MESSAGES)
+def test_a_call_ends_with_its_message(form: str, is_parallel: bool, arguments: str) -> None:
+    """Also invalid JSON ends. An only call ends the answer."""
+    text, shown = (part.replace("CALL", arguments) for part in MESSAGES[form])
+    tokenizer = Tokenizer(str(TOKENIZER))
+    use = ToolUse(TOOLS, form, is_parallel, forced=False)
+    options = TextOptions(tools=use, thoughts=partial(part_reader, MARKS[form], "", False))
+    choice = Choice(Request(request_id="x", prompt_token_ids=(1,)), tokenizer, options)
+    parts: list[Any] = []
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    for number, token in enumerate(tokens, start=1):
+        reason = "length" if number == len(tokens) else None
+        parts += choice.add(replace(outcome(1, 0), token_ids=[token], finish_reason=reason), stats())[0]
+        if choice.finish_reason is not None:
+            break
+    assert [(one.name, one.arguments) for one in choice.calls] == [("add", shown)]
+    later = [part for part in parts if not isinstance(part, CallPiece)]
+    assert parts[len(parts) - len(later) :] == later
+    assert (choice.text, choice.finish_reason) == (("Done.", "length") if is_parallel else ("", "stop"))
     tokenizer.close()
