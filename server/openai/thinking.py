@@ -67,7 +67,9 @@ def thoughts_of(
     if marks is None or not isinstance(body, ChatRequest):
         return Thoughts()
     end = server.tokenizer.decode(prompt[-_PROMPT_END:])
-    is_begun = server.settings.reasoning_parser == DEEPSEEK_R1 or is_open(end, marks)
+    is_begun = is_open(end, marks)
+    if server.settings.reasoning_parser == DEEPSEEK_R1 and not is_closed(end, marks):
+        is_begun = not body.continue_final_message or _ends_in_thoughts(server.tokenizer.decode(prompt), marks)
     budget = body.thinking_token_budget
     if budget is not None and budget >= bound:
         budget = None  # the length ends the answer first
@@ -109,6 +111,10 @@ def thoughts_of(
     if tools is not None and not is_bound:
         search = partial(ThoughtCalls, tools, server.tokenizer.response_template)
     return Thoughts(partial(part_reader, marks, end, starts_inside, search), shown, followed)
+
+
+def _ends_in_thoughts(prompt: str, marks: ThoughtMarks) -> bool:
+    return prompt.rfind(marks.open) > prompt.rfind(marks.close)
 
 
 def _not_with_calls(field: str) -> RequestError:

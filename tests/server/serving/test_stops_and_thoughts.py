@@ -18,6 +18,7 @@ import pytest
 
 from engine.api import Limits, Outcome, Request, StepResults, Submit, ToEngine, TokenLogprob
 from server.app import build_app
+from server.openai.thinking import thoughts_of
 from server.serving.choice import Choice
 from server.serving.engine_client import EngineClient
 from server.serving.filters import AnswerFilter, TextOptions, filter_of
@@ -29,10 +30,10 @@ from server.text.dialogue import Dialogue
 from server.text.harmony import HarmonyMessages
 from server.text.line_bounds import LineBounds
 from server.text.reasoning import reasoning_of
-from server.text.thought_marks import MARKS, THINK, ThoughtMarks
+from server.text.thought_marks import DEEPSEEK_R1, MARKS, THINK, ThoughtMarks
 from server.text.tokenizer import GenerationDefaults, Tokenizer
 from server.text.tools import ToolUse
-from server.wire.fields import Function, Tool
+from server.wire.fields import ChatRequest, Function, Tool
 from tests.server.daemon_process import MODEL
 from tests.server.step_results import facts, outcome, stats
 from tests.server.tiny_models import EOS, TOKENIZER, VOCAB_SIZE, TinyModels
@@ -206,6 +207,27 @@ def test_stop_strings_count_in_the_answer_alone(server: Server, name: str) -> No
     for (place, way), answers in read.items():
         stop = stops_of(form)[place][1]
         assert answers == {(THOUGHT, ANSWER if stop is None else CUT, stop)}, (place, way)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continues", "is_inside"),
+    [
+        ("Hello", False, True),
+        ("Hello<think>\n\n</think>\n\n", False, False),
+        ("Hello<think>\nIt is", True, True),
+        ("Hello. It is so and", True, False),
+    ],
+)
+def test_deepseek_r1_thinks_unless_the_prompt_is_beyond_thoughts(
+    server: Server, prompt: str, continues: bool, is_inside: bool
+) -> None:
+    """A closed prompt and a continued answer have no thoughts."""
+    body = ChatRequest(messages=[{"role": "user", "content": "x"}], continue_final_message=continues)
+    settings = server.settings.model_copy(update={"reasoning_parser": DEEPSEEK_R1})
+    serving = replace(server, settings=settings, thoughts=THINK)
+    thoughts = thoughts_of(serving, body, server.tokenizer.encode(prompt, False), 100, None)
+    assert thoughts.reader is not None
+    assert thoughts.reader().is_inside is is_inside
 
 
 def run(tokenizer: Tokenizer, form: Format, text: str, options: TextOptions, min_tokens: int = 0) -> Choice:
