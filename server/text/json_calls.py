@@ -222,7 +222,9 @@ class JsonAnswer:
     def _in_call(self, text: str, position: int, output: CallParts) -> int:
         position = self._calls.feed(text, position, output)
         if self._calls.is_complete or self._calls.is_broken:
+            is_broken = self._calls.is_broken
             is_call = self._calls.end(output, self._between)
+            self._calls.num_broken += is_call and is_broken
             are_complete = self._calls.num_ended == len(self._calls.calls)
             self._is_text = not is_call or not are_complete
             self._between = ""

@@ -166,6 +166,14 @@ def test_text_after_the_only_call_is_dropped(form: str, behind: str) -> None:
         assert reader.is_over
 
 
+@pytest.mark.parametrize(("form", "spell"), [(HERMES, hermes), (LLAMA3_JSON, llama)])
+def test_an_only_call_of_invalid_json_ends_the_answer(form: str, spell: Any) -> None:
+    reader = ToolCalls(ToolUse(TOOLS, form, False, forced=False), None)
+    parts = reader.feed(spell("add", '{"a": none}') + "; and more", False)
+    assert reader.is_over
+    assert all(isinstance(part, Piece) for part in parts)
+
+
 def test_a_call_that_the_length_has_cut_has_not_ended() -> None:
     reader = ToolCalls(ToolUse(TOOLS, HERMES, False, forced=False), None)
     reader.feed(hermes("add", SUM)[:-30], True)
