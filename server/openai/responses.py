@@ -166,7 +166,8 @@ def _messages(items: str | list[dict[str, Any]], names: Names) -> list[dict[str,
         kind = item.get("type", "message")
         if kind == "message":
             message = {"role": item.get("role"), "content": _content(item.get("content"), number)}
-            is_after_thought = messages and messages[-1].keys() == {"role", "content", "reasoning_content"}
+            last = messages[-1] if messages else {}
+            is_after_thought = last.keys() == {"role", "content", "reasoning_content"} and not last["content"]
             if is_after_thought and message["role"] == "assistant":
                 messages[-1] |= message
             else:

@@ -301,3 +301,12 @@ def test_text_right_behind_a_call_is_an_item_of_its_own() -> None:
     assert [item["type"] for item in writer.output] == ["message", "function_call", "message"]
     assert writer.output[1]["arguments"] == '{"a":1}'
     assert [event["output_index"] for event in events] == [1, 1, 1, 2, 2, 2]
+
+
+def test_each_text_after_a_thought_is_said() -> None:
+    """The first one belongs to the message of the thought."""
+    texts = [{"role": "assistant", "content": text} for text in ("one", "two")]
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "so"}]}
+    chat = as_chat(ResponsesRequest(input=[{"role": "user", "content": "go"}, thought, *texts]))
+    said = [(message.content, message.reasoning_content) for message in chat.messages]
+    assert said == [("go", None), ("one", "so"), ("two", None)]
