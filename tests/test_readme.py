@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from loadtest.daemon import running_daemon
+from tests import cpu_time
 from tests.server import answer_picture
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +29,9 @@ def code_blocks(language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with running_daemon(["--no-calibrate"]) as address:
+    with ExitStack() as stack:
+        with cpu_time.shared():
+            address = stack.enter_context(running_daemon(["--no-calibrate"]))
         yield address
 
 
