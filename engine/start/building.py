@@ -29,6 +29,7 @@ from engine.drafting.drafter import DrafterKind
 from engine.drafting.eagle import EagleDrafter
 from engine.drafting.model import ModelDrafter
 from engine.drafting.one_pass import BlockDrafter, MaskDrafter
+from engine.errors import ConfigError
 from engine.grammar.grammar import GrammarPool
 from engine.grammar.grammar_tokens import Vocabulary
 from engine.heads.head import Head
@@ -283,6 +284,12 @@ def _prepare_head(loaded: LoadedModel, shape: KVShape, target: _Part, start: _St
     block_size = start.config.cache.block_size
     device = torch.device(loaded.model.device)
     backend = _head_backend(loaded, shape, target, start)
+    weights = start.config.model.draft_weights
+    if weights != "auto" and not backend.reads_pages:
+        raise ConfigError(
+            f"--draft-weights {weights}: {loaded.name} runs without the CPU decoder, which alone has weights "
+            "in few bits; leave the flag out"
+        )
     laid_out_bytes = 0
     if start.is_owner and device.type == "cpu":
         laid_out_bytes = backend.prepare()

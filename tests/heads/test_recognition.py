@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.control.controller import Controller
 from engine.control.step_time import StepTimes
+from engine.cpu import head_decoder
 from engine.cpu.head_decoder import HeadDecoder
 from engine.drafting.eagle import EagleDrafter
 from engine.drafting.one_pass import BlockDrafter
@@ -52,6 +53,17 @@ def edit(folder: Path, **changed: Any) -> None:
     path = folder / "config.json"
     stored = {**json.loads(path.read_text()), **changed}
     path.write_text(json.dumps({name: value for name, value in stored.items() if value is not None}))
+
+
+@pytest.mark.slow
+def test_a_head_without_weights_in_few_bits_is_refused(target: Path, tmp_path: Path) -> None:
+    """Else the flag would change nothing."""
+    config = config_of(target, folders.write_eagle(tmp_path / "head").folder, model={"draft_weights": "int8"})
+    with (
+        instead(head_decoder, "may_decode", lambda *_: False),
+        pytest.raises(ConfigError, match=r"^--draft-weights int8: .* leave the flag out"),
+    ):
+        build_engine(config)
 
 
 @pytest.mark.slow
