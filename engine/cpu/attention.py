@@ -160,7 +160,7 @@ def _rows_together(most_rows: int, num_heads: int) -> int:
 
 
 def _heads_together(num_heads: int, num_parts: int) -> int:
-    """Return the query heads of a part: few enough that every core has a part, if there are enough.
+    """Return the query heads of a part: every core has a part if there are enough heads.
 
     num_heads: query heads of a K/V head; num_parts: of all rows and K/V heads.
     """

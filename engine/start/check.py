@@ -18,7 +18,7 @@ from engine.models.checkpoint import context_length
 from engine.models.gguf.file import GgufFile
 from engine.models.gguf.folder import folder_of
 from engine.models.gguf.names import local_file
-from engine.models.gguf.weights import check_types, file_behind, stays_in_blocks, tensors_of
+from engine.models.gguf.weights import file_behind, stays_in_blocks, tensors_of
 from engine.models.importing import import_transformers
 from engine.models.kinds import may_decode
 from engine.models.wrappers import wrapper_of
@@ -64,9 +64,9 @@ def describe(name: str, revision: str | None, wanted_device: str) -> Iterator[st
     yield f"context: {reach:,} tokens"
     model = _without_weights(config)
     file = file_behind(folder)
-    file_type = None if file is None else file_dtype(file, "auto", device)
+    file_type = None
     if file is not None:
-        check_types(file, file_type)
+        file_type = file_dtype(file, "auto", device)
         tensors_of(file, model)
     if file is not None and file_type is None:
         weights = block_bytes(file, model, is_own)

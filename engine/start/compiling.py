@@ -28,8 +28,7 @@ from engine.cpu.compiled_files import SUFFIX, damaged_files, load_all
 from engine.cpu.compiler import cache_folder
 from engine.cpu.weights import form_of_type, forms_of, function_of, is_on_tiles, types_of
 from engine.models.gguf.blocks import Form
-from engine.models.gguf.file import GgufFile
-from engine.models.gguf.weights import check_types, file_behind, type_of_embeddings, types_of_matrices
+from engine.models.gguf.weights import file_behind, type_of_embeddings, types_of_matrices
 from engine.models.kinds import may_decode
 from engine.start.architectures import read_config
 from engine.start.choosing import choose
@@ -105,7 +104,7 @@ def _forms_used(config: ModelConfig) -> _Forms:
     files = {name: file_behind(name) for name in (config.target, config.draft) if name is not None}
     loaded: set[tuple[torch.dtype, str]] = set()
     for file in filter(None, files.values()):
-        file_type = _checked_type(file, config)
+        file_type = file_dtype(file, config.dtype, torch.device("cpu"))
         if file_type is not None:
             loaded.add((file_type, "auto"))
             continue
@@ -125,16 +124,6 @@ def _forms_used(config: ModelConfig) -> _Forms:
             # Small layers of models in transformers' code keep the checkpoint's type.
             products.add(forms_of(loaded_type, may_round_rows=False).layers)
     return _Forms(frozenset(products), frozenset(embeddings))
-
-
-def _checked_type(file: GgufFile, config: ModelConfig) -> torch.dtype | None:
-    """Return the type to which weights are dequantised, or None.
-
-    Raise LoadError for types that are not served.
-    """
-    file_type = file_dtype(file, config.dtype, torch.device("cpu"))
-    check_types(file, file_type)
-    return file_type
 
 
 def fill(folder: Path, jobs: Jobs, progress: Progress, longest_s: float = _LONGEST_S) -> None:

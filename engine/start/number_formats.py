@@ -11,7 +11,7 @@ import torch
 from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.models.gguf.file import GgufFile
-from engine.models.gguf.weights import IN_BLOCKS, file_behind, has_served_types
+from engine.models.gguf.weights import IN_BLOCKS, check_types, file_behind, has_served_types
 from engine.models.quantising import FORMATS, TORCHAO, stored_method
 from engine.start.architectures import read_config
 
@@ -69,13 +69,17 @@ def is_compiled(config: Any, device: torch.device) -> bool:
 def file_dtype(file: GgufFile, wanted: str, device: torch.device) -> torch.dtype | None:
     """Return the type to which the weights of a GGUF file are dequantised; None leaves the blocks.
 
-    wanted: of `ModelConfig`.
+    wanted: of `ModelConfig`. Raise LoadError for types of weights that are not served.
     """
+    dtype: torch.dtype | None
     if device.type != "cpu":
-        return _DTYPES.get(wanted, torch.bfloat16)
-    if find_spec("numba") is None or (file.architecture not in IN_BLOCKS and not has_served_types(file)):
-        return arithmetic_dtype(wanted, device)
-    return _DTYPES.get(wanted)
+        dtype = _DTYPES.get(wanted, torch.bfloat16)
+    elif find_spec("numba") is None or (file.architecture not in IN_BLOCKS and not has_served_types(file)):
+        dtype = arithmetic_dtype(wanted, device)
+    else:
+        dtype = _DTYPES.get(wanted)
+    check_types(file, dtype)
+    return dtype
 
 
 def multiplied_dtype(config: ModelConfig) -> torch.dtype | None:

@@ -17,7 +17,7 @@ from engine.models.adapter import read_adapter
 from engine.models.checkpoint import Source, check_vocabularies, context_length
 from engine.models.files import check_source
 from engine.models.gguf.file import GgufFile
-from engine.models.gguf.weights import check_types, file_behind
+from engine.models.gguf.weights import file_behind
 from engine.models.quantising import check_quantised, stored_method
 from engine.models.rope import limit_reason, original_length
 from engine.models.weight_files import check_weight_files
@@ -174,7 +174,7 @@ def _check_format_of_head(config: ModelConfig, head: HeadConfig) -> None:
 
 def _check_file(name: str, file: GgufFile, wanted: ModelConfig, num_ranks: int) -> None:
     """Raise LoadError for a GGUF file that is not served, ConfigError for wrong formats."""
-    check_types(file, file_dtype(file, wanted.dtype, choose_device(wanted.device)))
+    file_dtype(file, wanted.dtype, choose_device(wanted.device))  # refuses types that are not served
     if wanted.weights != "auto":
         raise ConfigError(
             f"--weights {wanted.weights}: the weights of {name} are quantised already, and nothing "

@@ -225,7 +225,7 @@ def test_reading_the_prompts_is_a_part_of_what_drafting_costs() -> None:
 
 
 def test_cheaper_drafts_are_better_whatever_prompts_take() -> None:
-    """By chance drafts may seem to take less time than plain decoding."""
+    """Drafts may seem to take less time than plain decoding, by chance."""
     controller = controller_of(**FREE)
     bucket = controller.times.bucket(1, with_prompts=True)
     bucket.prompt = 3.5

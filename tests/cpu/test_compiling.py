@@ -235,7 +235,7 @@ def test_the_type_to_which_a_file_is_dequantised_is_compiled(tmp_path: Path) -> 
     target = folder_of(write_model(tmp_path / "target.gguf", "llama", "Q8_0"), "off")
     draft = folder_of(tmp_path / "draft.gguf", "off")
     found = compiling._forms_used(ModelConfig(target=str(target), draft=str(draft), device="cpu"))
-    assert found.products == {"q8_0", "float32"}, "neither the file's types nor that of its configuration"
+    assert found.products == {"q8_0", "float32"}, "neither the file's types nor its configuration's type"
 
 
 @pytest.mark.slow  # compiles everything once more

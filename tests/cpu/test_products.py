@@ -126,7 +126,7 @@ def test_products_without_the_attention_kernel_have_the_same_forms() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_products_that_are_wrong_leave_no_weights_in_blocks() -> None:
-    """Else a start without them would take the memory of both, and count one."""
+    """A start would keep the weights of both layouts in memory, and count one."""
     loaded = families.family("glm4_moe")
     with instead(BlockWeight, "__call__", lambda right, *operands: right(*operands) + 1):
         choice = choose_backend(loaded, find_kv_shape(loaded))

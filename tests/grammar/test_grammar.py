@@ -332,7 +332,7 @@ def test_a_pool_whose_process_has_died_starts_another(grammars: GrammarPool) -> 
 def test_a_token_that_the_grammar_excludes_fails_the_answer(
     place: tuple[int, ...], emitted: list[int], fails: bool, mask: bytes, code: str
 ) -> None:
-    """If the grammar, or the grammar and other masks, allow none, a token is drawn all the same."""
+    """A token is drawn even if the grammar, or the grammar and other masks, allow no token."""
     paths: list[tuple[int, ...]] = [(), (5,), (5, 6)]
     ours, theirs = socket.socketpair()
     with Connection(ours.detach()) as connection, Connection(theirs.detach()) as process:

@@ -57,7 +57,7 @@ def edit(folder: Path, **changed: Any) -> None:
 
 @pytest.mark.slow
 def test_a_head_without_weights_in_few_bits_is_refused(target: Path, tmp_path: Path) -> None:
-    """Else the flag would change nothing."""
+    """The flag would change nothing."""
     config = config_of(target, folders.write_eagle(tmp_path / "head").folder, model={"draft_weights": "int8"})
     with (
         instead(head_decoder, "may_decode", lambda *_: False),

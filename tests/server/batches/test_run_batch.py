@@ -172,7 +172,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 
 
 def test_pipes_are_refused(tmp_path: Path) -> None:
-    """The lines are read twice, and those of the output are read first."""
+    """The input is read twice, and the output is read first."""
     source, pipe = tmp_path / "in.jsonl", tmp_path / "pipe"
     source.write_text("\n".join(short_lines(2)))
     os.mkfifo(pipe)

@@ -304,7 +304,7 @@ def test_text_right_behind_a_call_is_an_item_of_its_own() -> None:
 
 
 def test_each_text_after_a_thought_is_said() -> None:
-    """The first one belongs to the message of the thought."""
+    """The first text belongs to the message of the thought."""
     texts = [{"role": "assistant", "content": text} for text in ("one", "two")]
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "so"}]}
     chat = as_chat(ResponsesRequest(input=[{"role": "user", "content": "go"}, thought, *texts]))

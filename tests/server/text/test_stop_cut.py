@@ -100,7 +100,7 @@ def test_any_split_gives_the_cut_of_the_whole_text(text: str, stops: list[str], 
 @settings(deadline=None)
 @given(early=TEXT, text=TEXT, stops=STOPS, hidden=st.sampled_from([[], ["a"]]))
 def test_a_stop_string_may_begin_before_min_tokens(early: str, text: str, stops: list[str], hidden: list[str]) -> None:
-    """One that is complete there ends nothing. hidden: as if it spelt a special token."""
+    """A stop string that is complete there ends nothing. hidden: as if it spelt a special token."""
     expected, is_cut = reference(early + text, stops, False, len(early))
     cut = StopCut(stops, hidden=hidden)
     released = "".join(cut.feed(letter, looks=False) for letter in early)

@@ -226,7 +226,7 @@ MESSAGES = {
 @pytest.mark.parametrize("is_parallel", [True, False])
 @pytest.mark.parametrize("form", MESSAGES)
 def test_a_call_ends_with_its_message(form: str, is_parallel: bool, arguments: str) -> None:
-    """Also invalid JSON ends. An only call ends the answer."""
+    """Invalid JSON ends, too. An only call ends the answer."""
     text, shown = (part.replace("CALL", arguments) for part in MESSAGES[form])
     tokenizer = Tokenizer(str(TOKENIZER))
     use = ToolUse(TOOLS, form, is_parallel, forced=False)
